@@ -8,9 +8,9 @@ read a matrix back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ VALUE_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+
+#: Conversions work on pieces of about this many entries: the working set stays in cache, and no
+#: second copy of a layer is alive.
+CHUNK_ELEMENTS = 1 << 20
+
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +93,8 @@ class SparseMatrix(ABC):
 
     def map_parts(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply `fn` to every part, as `.to()` and `.clone()` do."""
-        return replace(self, **{part: fn(tensor) for part, tensor in self.parts().items()})
+        changed: dict[str, Any] = {part: fn(tensor) for part, tensor in self.parts().items()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> Self:
         """Move every part to `device`."""
@@ -124,6 +131,7 @@ class SparseMatrix(ABC):
 
     def _check_parts(self) -> None:
         """Check presence, shape, dtype and device of every part against `part_specs`."""
+        check_shape(self.shape)
         check_dtype(self.dtype)
         specs = self.part_specs(self.shape, self.dtype, self.attributes())
         for part, (shape, dtype) in specs.items():
@@ -142,12 +150,80 @@ class SparseMatrix(ABC):
                 )
 
 
+def bit_view(values: Tensor) -> Tensor:
+    """The same memory as integers: copies NaN payloads as they are, and indexes 8-bit floats."""
+    return values.view(_INT_OF_SIZE[values.element_size()])
+
+
 def nonzero_mask(values: Tensor) -> Tensor:
-    """True where an entry is neither +0 nor -0; works for the 8-bit floats torch cannot compare."""
-    if values.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        # Shifting out the sign bit leaves zero for both +0 (0x00) and -0 (0x80).
-        return (values.view(torch.uint8) & 0x7F) != 0
-    return values != 0
+    """True where an entry is neither +0 nor -0.
+
+    Floats are read as integers: torch cannot compare the 8-bit ones, and a comparison loses
+    denormals where the process flushes them.
+    """
+    if not values.dtype.is_floating_point:
+        return values != 0
+    bits = bit_view(values)
+    return (bits & ((1 << (8 * values.element_size() - 1)) - 1)) != 0
+
+
+def row_slices(rows: int, cols: int, multiple: int = 1) -> Iterator[slice]:
+    """Consecutive rows, about `CHUNK_ELEMENTS` entries and a multiple of `multiple` rows each."""
+    step = max(1, CHUNK_ELEMENTS // (multiple * max(1, cols))) * multiple
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
+
+
+def pointer_dtype(count: int) -> torch.dtype:
+    """int32 while `count` fits, int64 beyond."""
+    return torch.int32 if count <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def pointers(counts: Tensor) -> Tensor:
+    """Running sum of `counts` from 0: the row pointer of rows that hold `counts` items."""
+    total = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=total[1:])
+    return total.to(pointer_dtype(int(total[-1])))
+
+
+def count_attribute(attributes: Mapping[str, Attribute], key: str) -> int:
+    """A stored count: an integer of at least 0."""
+    count = attributes.get(key)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise FormatError(
+            f"attribute {key!r} is {count!r}", need="an integer of at least 0", hint=f'"{key}": 0'
+        )
+    return count
+
+
+def check_shape(shape: tuple[int, int]) -> None:
+    """Refuse a logical shape without rows or columns."""
+    if len(shape) != 2 or min(shape) < 1:
+        raise FormatError(
+            f"matrix of shape {list(shape)}",
+            need="at least one row and one column",
+            hint="leave empty layers dense",
+        )
+
+
+def check_indptr(name: str, indptr: Tensor, count: int) -> None:
+    """Refuse row pointers that do not rise from 0 to `count`."""
+    ends = (int(indptr[0]), int(indptr[-1]))
+    falls = (indptr[1:] < indptr[:-1]).nonzero()
+    hint = "torch.cumsum of the number of entries in each row, with a 0 in front"
+    if falls.numel():
+        row = int(falls[0])
+        raise FormatError(
+            f"{name} indptr falls from {int(indptr[row])} to {int(indptr[row + 1])} at {row}",
+            need="indptr that never decreases",
+            hint=hint,
+        )
+    if ends != (0, count):
+        raise FormatError(
+            f"{name} indptr runs from {ends[0]} to {ends[1]}",
+            need=f"from 0 to the {count} stored entries",
+            hint=hint,
+        )
 
 
 def check_dense(dense: Tensor, need: str = "a 2-D tensor [rows, cols]") -> None:

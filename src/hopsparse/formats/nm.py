@@ -12,14 +12,17 @@ from torch.nn import functional as F
 
 from ..errors import FormatError
 from . import _panels
-from ._base import Attribute, PartSpec, SparseMatrix, check_dense, nonzero_mask
+from ._base import (
+    Attribute,
+    PartSpec,
+    SparseMatrix,
+    bit_view,
+    check_dense,
+    nonzero_mask,
+    row_slices,
+)
 from ._windows import window_table, windows_of
 from .pattern import NMPattern, parse_pattern
-
-# Rows are converted a few panels at a time: the working set stays in cache, and no second copy
-# of the layer is alive.
-_CHUNK_ELEMENTS = 1 << 20
-_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,7 @@ class NM(SparseMatrix):
     def to_dense(self) -> Tensor:
         """Return [rows, cols] in the dtype and on the device of the values."""
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        bits = dense.view(_INT_OF_SIZE[dense.element_size()])
+        bits = bit_view(dense)
         for panel, rows in self._row_chunks():
             bits[rows] = self._unpack_panels(panel)[: rows.stop - rows.start, : self.shape[1]]
         return dense
@@ -118,12 +121,8 @@ class NM(SparseMatrix):
 
     def _row_chunks(self) -> Iterator[tuple[slice, slice]]:
         """Panels and the rows they hold, a cache-sized piece at a time."""
-        panels = self.values.shape[0]
-        step = max(1, _CHUNK_ELEMENTS // (_panels.PANEL_ROWS * self.shape[1]))
-        for first in range(0, panels, step):
-            last = min(first + step, panels)
-            stop = min(last * _panels.PANEL_ROWS, self.shape[0])
-            yield slice(first, last), slice(first * _panels.PANEL_ROWS, stop)
+        for rows in row_slices(*self.shape, multiple=_panels.PANEL_ROWS):
+            yield slice(rows.start // _panels.PANEL_ROWS, -(-rows.stop // _panels.PANEL_ROWS)), rows
 
     def _pack_rows(self, dense: Tensor, panel: slice, first_row: int) -> None:
         """Pack `dense`, the rows of the panels in `panel`, into this matrix."""
@@ -131,9 +130,9 @@ class NM(SparseMatrix):
         table = window_table(m, dense.device)
         rows, cols = dense.shape
         groups = -(-cols // m)
-        bits = dense.contiguous().view(_INT_OF_SIZE[dense.element_size()])
-        bits = F.pad(bits, (0, groups * m - cols)).view(rows, groups, m)
-        live = nonzero_mask(dense.contiguous())
+        dense = dense.contiguous()
+        bits = F.pad(bit_view(dense), (0, groups * m - cols)).view(rows, groups, m)
+        live = nonzero_mask(dense)
         live = F.pad(live, (0, groups * m - cols)).view(rows, groups, m)
         mask = live[..., 0].to(torch.int64)
         for column in range(1, m):
@@ -168,7 +167,7 @@ class NM(SparseMatrix):
         kept = _panels.untile_values(self.values[panel])
         nibbles = _panels.untile_nibbles(self.meta[panel], kept.element_size())
         columns = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).flatten(1)
-        return kept.view(_INT_OF_SIZE[kept.element_size()]), columns
+        return bit_view(kept), columns
 
     def _unpack_panels(self, panel: slice) -> Tensor:
         """Decode some panels to the bits of [rows, groups * m]."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ..errors import ArgumentError
 
@@ -95,12 +94,14 @@ def parse_pattern(text: str) -> Pattern:
     if found := re.fullmatch(r"block:(\d+)x(\d+)(?::([0-9.eE+-]+))?", text):
         sparsity = _fraction(found[3]) if found[3] else 0.5
         return BlockPattern(int(found[1]), int(found[2]), sparsity)
-    raise ArgumentError(f"pattern {text!r}", need="N:M, unstructured:F or block:RxC", hint=_EXAMPLES)
+    raise ArgumentError(
+        f"pattern {text!r}", need="N:M, unstructured:F or block:RxC", hint=_EXAMPLES
+    )
 
 
 def _fraction(text: str) -> float:
     try:
-        return float(Fraction(text))
+        return float(text)
     except ValueError:
         raise ArgumentError(f"fraction {text!r}", need="a number", hint=_EXAMPLES) from None
 

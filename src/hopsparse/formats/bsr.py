@@ -1,0 +1,249 @@
+"""Block rows (BSR): dense blocks of any sides, every block row starting on 128 bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import FormatError
+from ._base import (
+    Attribute,
+    PartSpec,
+    SparseMatrix,
+    bit_view,
+    check_dense,
+    check_indptr,
+    count_attribute,
+    nonzero_mask,
+    pointer_dtype,
+    pointers,
+    row_slices,
+)
+
+_ALIGN_BYTES = 128
+_DAMAGED = "rebuild the matrix with BSR.from_dense"
+
+
+@dataclass(frozen=True, eq=False)
+class BSR(SparseMatrix):
+    """Dense blocks in block-row order; blocks of the last row and column are padded with zeros.
+
+    A block row takes a whole number of 128-byte lines: where a block is no multiple of 128 bytes,
+    the row is filled up with free blocks (index -1, zeros). Blocks of 16 x 16 and more never are.
+
+    Attributes:
+        values: Blocks, row-major each [blocks, block rows, block cols].
+        indices: Block column of each, int32 [blocks], rising along a block row, -1 where free.
+        indptr: Where block rows start, int32 [block rows + 1].
+        block: Rows and columns of a block.
+    """
+
+    values: Tensor
+    indices: Tensor
+    indptr: Tensor
+    block: tuple[int, int]
+
+    name: ClassVar[str] = "bsr"
+    PARTS: ClassVar[tuple[str, ...]] = ("values", "indices", "indptr")
+
+    @classmethod
+    def from_dense(cls, dense: Tensor, block: tuple[int, int] = (32, 32)) -> Self:
+        """Store each block that holds a non-zero; nothing is pruned.
+
+        Args:
+            dense: [rows, cols], any strides; the sides need not be multiples of the block's.
+            block: Rows and columns of a block, any positive numbers.
+
+        Raises:
+            FormatError: The matrix is empty, or the block has no positive sides.
+
+        Example:
+            >>> b = BSR.from_dense(torch.eye(64), block=(32, 32))
+            >>> b.indices.tolist(), b.indptr.tolist()
+            ([0, 1], [0, 1, 2])
+        """
+        check_dense(dense)
+        _check_block(block)
+        shape = (dense.shape[0], dense.shape[1])
+        unit = blocks_per_line(block, dense.element_size())
+        pieces = row_slices(*shape, multiple=block[0])
+        held = torch.cat([_tiles(dense[rows], block)[1].sum(1) for rows in pieces])
+        indptr = pointers((held + unit - 1) // unit * unit)
+        count = int(indptr[-1])
+        values = torch.zeros((count, *block), dtype=dense.dtype, device=dense.device)
+        indices = torch.full((count,), -1, dtype=torch.int32, device=dense.device)
+        bits = bit_view(values)
+        for rows in row_slices(*shape, multiple=block[0]):
+            tiles, live = _tiles(dense[rows], block)
+            row, col = live.nonzero().unbind(1)
+            rank = torch.arange(row.numel(), device=row.device) - _starts(live)[row]
+            slot = indptr[rows.start // block[0] + row] + rank
+            bits[slot] = tiles[row, :, col]
+            indices[slot] = col.to(torch.int32)
+        return cls(shape, values, indices, indptr, (block[0], block[1]))
+
+    def to_dense(self) -> Tensor:
+        """Return [rows, cols] in the dtype and on the device of the values."""
+        (height, width), (_, cols) = self.block, self.shape
+        dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        bits, source = bit_view(dense), bit_view(self.values)
+        for rows, where, row in self._pieces():
+            count = -(-(rows.stop - rows.start) // height)
+            tiles = bits.new_zeros(count, height, -(-cols // width), width)
+            used = (self.indices[where] >= 0).nonzero()[:, 0]
+            tiles[row[used], :, self.indices[where][used].long()] = source[where][used]
+            bits[rows] = tiles.flatten(2).flatten(0, 1)[: rows.stop - rows.start, :cols]
+        return dense
+
+    def validate(self) -> None:
+        """Check shapes, dtypes, pointers, bounds, order, alignment and padding.
+
+        Raises:
+            FormatError: The first fact that does not hold.
+        """
+        _check_block(self.block)
+        self._check_parts()
+        check_indptr(self.name, self.indptr, self.values.shape[0])
+        unit = blocks_per_line(self.block, self.values.element_size())
+        crooked = (self.indptr % unit != 0).nonzero()
+        if crooked.numel():
+            first = int(crooked[0])
+            raise FormatError(
+                f"block row {first} starts at block {int(self.indptr[first])}",
+                need=f"a multiple of {unit} blocks, so that it starts on {_ALIGN_BYTES} bytes",
+                hint=_DAMAGED,
+            )
+        for rows, where, line in self._pieces():
+            self._validate_indices(rows.start // self.block[0] + line, where, unit)
+            self._validate_padding(rows, where, line)
+
+    @classmethod
+    def part_specs(
+        cls, shape: tuple[int, int], dtype: torch.dtype, attributes: Mapping[str, Attribute]
+    ) -> dict[str, PartSpec]:
+        """See `SparseMatrix.part_specs`; needs the attributes `block` ("32x32") and `blocks`."""
+        block, count = _parse_block(attributes), count_attribute(attributes, "blocks")
+        return {
+            "values": ((count, *block), dtype),
+            "indices": ((count,), torch.int32),
+            "indptr": ((-(-shape[0] // block[0]) + 1,), pointer_dtype(count)),
+        }
+
+    @classmethod
+    def from_parts(
+        cls,
+        shape: tuple[int, int],
+        parts: Mapping[str, Tensor],
+        attributes: Mapping[str, Attribute],
+    ) -> Self:
+        """See `SparseMatrix.from_parts`."""
+        block = _parse_block(attributes)
+        return cls(shape, parts["values"], parts["indices"], parts["indptr"], block)
+
+    def attributes(self) -> dict[str, Attribute]:
+        """Sides of a block, and the number of stored blocks, free ones included."""
+        return {"block": f"{self.block[0]}x{self.block[1]}", "blocks": self.values.shape[0]}
+
+    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Rows, their blocks, and the block row of each block, counted from the first of them."""
+        for rows in row_slices(*self.shape, multiple=self.block[0]):
+            bounds = self.indptr[rows.start // self.block[0] : -(-rows.stop // self.block[0]) + 1]
+            where = slice(int(bounds[0]), int(bounds[-1]))
+            yield rows, where, torch.repeat_interleave(bounds.diff())
+
+    def _validate_indices(self, row: Tensor, where: slice, unit: int) -> None:
+        place, columns = self.indices[where], -(-self.shape[1] // self.block[1])
+        outside = ((place < -1) | (place >= columns)).nonzero()
+        if outside.numel():
+            at = int(outside[0])
+            raise FormatError(
+                f"block row {int(row[at])} has block column {int(place[at])} at block "
+                f"{where.start + at}",
+                need=f"block columns from 0 to {columns - 1}, or -1 in a free block",
+                hint=_DAMAGED,
+            )
+        before, after = place[:-1], place[1:]
+        bad = ((row[1:] == row[:-1]) & (after >= 0) & (after <= before)).nonzero()
+        opened = ((row[1:] == row[:-1]) & (before < 0) & (after >= 0)).nonzero()
+        if bad.numel() or opened.numel():
+            at = int(torch.cat((bad, opened)).min())
+            raise FormatError(
+                f"block row {int(row[at])} has block column {int(after[at])} after "
+                f"{int(before[at])} at block {where.start + at + 1}",
+                need="rising block columns, then free blocks (-1)",
+                hint=_DAMAGED,
+            )
+        # A line of `unit` blocks that starts with a free one holds nothing at all.
+        idle = (place[::unit] < 0).nonzero()
+        if idle.numel():
+            at = int(idle[0]) * unit
+            raise FormatError(
+                f"block row {int(row[at])} has {unit} free blocks from block {where.start + at}",
+                need=f"free blocks only up to the next {_ALIGN_BYTES} bytes",
+                hint=_DAMAGED,
+            )
+
+    def _validate_padding(self, rows: slice, where: slice, row: Tensor) -> None:
+        (height, width), place = self.block, self.indices[where]
+        bits = bit_view(self.values)[where]
+        stray = (place < 0) & (bits != 0).flatten(1).any(1)
+        if self.shape[1] % width:
+            last = place == self.shape[1] // width
+            stray |= last & (bits[:, :, self.shape[1] % width :] != 0).flatten(1).any(1)
+        if rows.stop % height:
+            last = row == (rows.stop - rows.start) // height
+            stray |= last & (bits[:, rows.stop % height :] != 0).flatten(1).any(1)
+        if stray.any():
+            at = int(stray.nonzero()[0])
+            raise FormatError(
+                f"block {where.start + at} (block row {rows.start // height + int(row[at])}, block "
+                f"column {int(place[at])}) holds values outside {list(self.shape)}",
+                need="zeros (all bits) in padding and in free blocks",
+                hint=_DAMAGED,
+            )
+
+
+def blocks_per_line(block: tuple[int, int], itemsize: int) -> int:
+    """Blocks after which a 128-byte boundary comes again: block rows hold a multiple of it.
+
+    Example:
+        >>> blocks_per_line((16, 16), 2), blocks_per_line((4, 4), 2)
+        (1, 4)
+    """
+    return _ALIGN_BYTES // gcd(_ALIGN_BYTES, block[0] * block[1] * itemsize)
+
+
+def _tiles(dense: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Some whole block rows as bits [rows, height, cols, width], -0.0 made +0, and what is live."""
+    height, width = block
+    dense = dense.contiguous()
+    bits = torch.where(nonzero_mask(dense), bit_view(dense), 0)
+    bits = F.pad(bits, (0, -bits.shape[1] % width, 0, -bits.shape[0] % height))
+    tiles = bits.view(bits.shape[0] // height, height, bits.shape[1] // width, width)
+    return tiles, (tiles != 0).any(3).any(1)
+
+
+def _starts(live: Tensor) -> Tensor:
+    """How many live blocks come before each block row of `live`."""
+    counts = live.sum(1)
+    return counts.cumsum(0) - counts
+
+
+def _check_block(block: tuple[int, int]) -> None:
+    if len(block) != 2 or min(block) < 1:
+        raise FormatError(f"block of {list(block)}", need="two positive sides", hint="(32, 32)")
+
+
+def _parse_block(attributes: Mapping[str, Attribute]) -> tuple[int, int]:
+    text = attributes.get("block")
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(text))
+    if not found:
+        raise FormatError(f"attribute 'block' is {text!r}", need="ROWSxCOLS", hint="32x32")
+    return int(found[1]), int(found[2])

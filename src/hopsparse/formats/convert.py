@@ -1,0 +1,165 @@
+"""From one format to another, and which format a checkpoint stores a pattern in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ._base import SparseMatrix
+from ._windows import windows_of
+from .bitmask import Bitmask
+from .bsr import BSR
+from .csr import CSC, CSR, transposed
+from .hyb import HYB
+from .nm import NM
+from .pattern import BlockPattern, NMPattern, Pattern, parse_pattern
+
+#: The class of each format token.
+FORMATS: dict[str, type[SparseMatrix]] = {
+    kind.name: kind for kind in (NM, BSR, CSR, CSC, HYB, Bitmask)
+}
+
+_BSR_SIDES = (16, 32, 64, 128)
+# Working memory of `transposed`: a sort order, line numbers and their gathered copies.
+_TRANSPOSE_BYTES_PER_ENTRY = 24
+
+
+def format_named(fmt: str) -> type[SparseMatrix]:
+    """The class of a format token.
+
+    Raises:
+        ArgumentError: No such format.
+
+    Example:
+        >>> format_named("csr").__name__
+        'CSR'
+    """
+    if fmt not in FORMATS:
+        raise ArgumentError(f"format {fmt!r}", need="one of " + ", ".join(FORMATS), hint='"nm"')
+    return FORMATS[fmt]
+
+
+def storage_for(pattern: Pattern, shape: tuple[int, int]) -> str:
+    """The format in which a checkpoint stores a matrix of `shape` pruned to `pattern`.
+
+    `nm` where a kernel layout exists without waste (N:4 with N <= 2, and (M - 2):M), `bsr` for
+    square blocks of 16, 32, 64 or 128 that divide the matrix, `bitmask` for the rest.
+
+    Example:
+        >>> storage_for(NMPattern(6, 8), (64, 64)), storage_for(NMPattern(4, 8), (64, 64))
+        ('nm', 'bitmask')
+    """
+    if isinstance(pattern, NMPattern):
+        try:
+            windows_of(pattern)
+        except ValueError:
+            return "bitmask"
+        return "nm" if pattern.m == 4 or pattern.n == pattern.m - 2 else "bitmask"
+    if isinstance(pattern, BlockPattern):
+        side = pattern.rows
+        square = side == pattern.cols and side in _BSR_SIDES
+        if square and shape[0] % side == 0 and shape[1] % side == 0:
+            return "bsr"
+    return "bitmask"
+
+
+def convert(
+    matrix: SparseMatrix,
+    fmt: str,
+    *,
+    pattern: NMPattern | str | None = None,
+    block: tuple[int, int] | None = None,
+) -> SparseMatrix:
+    """Store the same matrix in another format; exact, nothing is pruned.
+
+    Values may be shared with `matrix`. At most one dense copy is alive on the way, and none
+    between csr, hyb and bitmask (docs/formats.md has the table).
+
+    Args:
+        matrix: A valid matrix [rows, cols] of any format and dtype.
+        fmt: Token of the format wanted.
+        pattern: For `nm`, the N:M to pack (default: that of `matrix`, else 2:4); for `bitmask`,
+            the N:M to fill groups up to.
+        block: For `bsr`, the sides of a block (default: those of `matrix`, else 32 x 32).
+
+    Raises:
+        ArgumentError: No such format, or an option that it has not.
+        FormatError: The matrix does not obey `pattern`.
+
+    Example:
+        >>> convert(CSR.from_dense(torch.eye(4)), "bitmask").mask.tolist()
+        [[1], [2], [4], [8]]
+    """
+    target = format_named(fmt)
+    wanted = _check_options(fmt, pattern, block)
+    if type(matrix) is target and _unchanged(matrix, wanted, block):
+        return matrix
+    if target in (CSR, CSC, HYB, Bitmask) and wanted is None:
+        direct = _by_entries(matrix, target)
+        if direct is not None:
+            return direct
+    dense = matrix.to_dense()
+    if target is NM:
+        kept = matrix.pattern if isinstance(matrix, NM) else NMPattern(2, 4)
+        return NM.from_dense(dense, wanted or kept)
+    if target is BSR:
+        return BSR.from_dense(dense, block or (32, 32))
+    if target is Bitmask:
+        return Bitmask.from_dense(dense, wanted)
+    return target.from_dense(dense)
+
+
+def _check_options(
+    fmt: str, pattern: NMPattern | str | None, block: tuple[int, int] | None
+) -> NMPattern | None:
+    """The pattern as a value, after refusing options of other formats."""
+    if pattern is not None and fmt not in (NM.name, Bitmask.name):
+        raise ArgumentError(
+            f"pattern {pattern} for format {fmt!r}", need="nm or bitmask", hint='fmt="nm"'
+        )
+    if block is not None and fmt != BSR.name:
+        raise ArgumentError(f"block {block} for format {fmt!r}", need="bsr", hint='fmt="bsr"')
+    wanted = parse_pattern(pattern) if isinstance(pattern, str) else pattern
+    if wanted is not None and not isinstance(wanted, NMPattern):
+        raise ArgumentError(f"pattern {wanted}", need="N:M", hint="2:4")
+    return wanted
+
+
+def _unchanged(
+    matrix: SparseMatrix, pattern: NMPattern | None, block: tuple[int, int] | None
+) -> bool:
+    if isinstance(matrix, NM):
+        return pattern in (None, matrix.pattern)
+    if isinstance(matrix, BSR):
+        return block in (None, matrix.block)
+    return pattern is None
+
+
+def _by_entries(matrix: SparseMatrix, target: type[SparseMatrix]) -> SparseMatrix | None:
+    """Convert without a dense copy, or return None where a dense copy is the smaller cost."""
+    if not isinstance(matrix, CSR | CSC | HYB | Bitmask):
+        return None
+    if isinstance(matrix, CSC) or target is CSC:
+        entries = matrix.nbytes // (matrix.dtype.itemsize + 4)
+        dense_bytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
+        if dense_bytes <= entries * _TRANSPOSE_BYTES_PER_ENTRY:
+            return None
+    rows = transposed(matrix) if isinstance(matrix, CSC) else matrix
+    if target is HYB:
+        return HYB.from_entries(rows.shape, rows.dtype, rows.row_counts(), rows.entries())
+    if not isinstance(rows, CSR):
+        rows = CSR.from_entries(rows.shape, rows.dtype, rows.row_counts(), rows.entries())
+    if target is Bitmask:
+        return Bitmask(rows.shape, rows.values, _mask_of(rows))
+    return transposed(rows) if target is CSC else rows
+
+
+def _mask_of(matrix: CSR) -> Tensor:
+    """The mask of the stored entries, explicit zeros included: the values are in its order."""
+    width = -(-matrix.shape[1] // 8)
+    mask = torch.zeros(matrix.shape[0] * width, dtype=torch.uint8, device=matrix.device)
+    for row, col, _ in matrix.entries():
+        bit = (1 << (col & 7)).to(torch.uint8)
+        mask.index_add_(0, row * width + (col >> 3), bit)
+    return mask.view(-1, width)
