@@ -1,1 +1,19 @@
-"""TBD"""
+"""Dense weights in, dense weights with zeros out: knows torch, no kernel, no model library."""
+
+from .layer import output_error as output_error
+from .layer import prune_layer as prune_layer
+from .mask import keep_mask as keep_mask
+from .recipe import METHODS as METHODS
+from .recipe import LayerReport as LayerReport
+from .recipe import Recipe as Recipe
+from .scores import magnitude as magnitude
+from .scores import wanda as wanda
+from .sparsegpt import HessianFactor as HessianFactor
+from .sparsegpt import factor_hessian as factor_hessian
+from .sparsegpt import sparsegpt as sparsegpt
+from .statistics import Gatherer as Gatherer
+from .statistics import Statistics as Statistics
+from .stream import Activations as Activations
+from .stream import advance as advance
+from .stream import capture_inputs as capture_inputs
+from .stream import prune_block as prune_block

@@ -1,0 +1,147 @@
+"""What the user chose: a value that travels into checkpoints and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..errors import ArgumentError
+from ..formats.pattern import Pattern, parse_pattern
+
+METHODS = ("magnitude", "wanda", "sparsegpt")
+REFRESH = ("group", "block")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to prune a model.
+
+    Args:
+        pattern: Which entries may stay, as a value or as text such as `"2:4"`.
+        method: `magnitude`, `wanda` (arXiv:2306.11695) or `sparsegpt` (arXiv:2301.00774).
+        keep: Globs over full layer names; a matching layer stays dense.
+        seed: For whoever draws calibration windows; pruning itself draws nothing.
+        damping: SparseGPT only: added to the Hessian's diagonal, as a part of its mean.
+        block_size: SparseGPT only: columns between two updates of all later columns.
+        refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
+            `block`: all groups of a block see inputs made by the dense block.
+
+    Raises:
+        ArgumentError: A value that cannot mean anything.
+
+    Example:
+        >>> recipe = Recipe("2:4", keep=("lm_head",))
+        >>> Recipe.from_json(recipe.to_json()) == recipe
+        True
+    """
+
+    pattern: Pattern | str = "2:4"
+    method: str = "sparsegpt"
+    keep: tuple[str, ...] = ()
+    seed: int = 0
+    damping: float = 0.01
+    block_size: int = 128
+    refresh: str = "group"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, str):
+            object.__setattr__(self, "pattern", parse_pattern(self.pattern))
+        object.__setattr__(self, "keep", _globs(self.keep))
+        _check_choice("method", self.method, METHODS)
+        _check_choice("refresh", self.refresh, REFRESH)
+        _check_number("damping", self.damping, "0.01")
+        _check_integer("block_size", self.block_size, 1, "128")
+        _check_integer("seed", self.seed, 0, "0")
+
+    @property
+    def parsed_pattern(self) -> Pattern:
+        """The pattern as a value, whichever way it was given."""
+        return parse_pattern(self.pattern) if isinstance(self.pattern, str) else self.pattern
+
+    def keeps(self, name: str) -> bool:
+        """Whether the layer of this full name stays dense."""
+        return any(fnmatchcase(name, glob) for glob in self.keep)
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as plain JSON values."""
+        facts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return facts | {"pattern": str(self.pattern), "keep": list(self.keep)}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Recipe:
+        """Read what `to_json` wrote.
+
+        Args:
+            facts: The mapping; missing entries take their defaults.
+
+        Raises:
+            ArgumentError: An unknown entry, or a value that cannot mean anything.
+        """
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(facts) - set(known)):
+            raise ArgumentError(
+                f"recipe entry {unknown[0]!r}",
+                need="one of the entries below",
+                hint=", ".join(known),
+            )
+        return cls(**facts)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one layer; `to_json()` is plain JSON.
+
+    Args:
+        name: Full name of the layer.
+        shape: (out, k) of its weight.
+        pattern: The pattern asked for, as text.
+        method: The method that ran: `magnitude` where statistics were missing, `dense` if kept.
+        density: Part of the entries that the pattern keeps and that are not zero.
+        output_error: ‖X (W - W')ᵀ‖_F / ‖X Wᵀ‖_F over the calibration tokens; None if not measured.
+        tokens: Calibration tokens that reached the layer.
+        damping: The damping that SparseGPT used in the end; None for other methods.
+        seconds: Time to prune the layer, statistics excluded.
+        note: Anything out of the ordinary, or empty.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    pattern: str
+    method: str
+    density: float
+    output_error: float | None
+    tokens: int
+    damping: float | None
+    seconds: float
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self) | {"shape": list(self.shape)}
+
+
+def _globs(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and all(isinstance(glob, str) for glob in value):
+        return tuple(value)
+    raise ArgumentError(f"keep={value!r}", need="a tuple of globs", hint='keep=("lm_head",)')
+
+
+def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(
+            f"{what}={value!r}", need="one of " + ", ".join(choices), hint=f"{what}={choices[-1]!r}"
+        )
+
+
+def _check_number(what: str, value: object, hint: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(float(str(value))) or float(str(value)) <= 0:
+        raise ArgumentError(f"{what}={value!r}", need="a finite number above 0", hint=hint)
+
+
+def _check_integer(what: str, value: object, least: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{what}={value!r}", need=f"an integer of at least {least}", hint=hint)
