@@ -1,0 +1,284 @@
+"""A linear layer whose weight is a stored sparse matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import ArgumentError
+from ..formats import BSR, format_named, parse_pattern
+from ..formats._base import Attribute, SparseMatrix
+from ..formats.bsr import blocks_per_line
+from ..ops import COMPUTE_DTYPES, Plan, check_product, decompress, product
+from ..ops.spmm_bsr import op as spmm_bsr
+from ..ops.spmm_csr import op as spmm_csr
+from ..ops.spmm_nm import op as spmm_nm
+
+# The operator and the plan of each format that has them; the others run decompressed.
+_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
+    "nm": (spmm_nm.spmm_nm, spmm_nm.plan),
+    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
+    "csr": (spmm_csr.spmm_csr, spmm_csr.plan),
+}
+
+
+class SparseLinear(nn.Module):
+    """y = x @ w.T + bias for a stored weight w [out_features, in_features].
+
+    The parts of the matrix are buffers under their own names (`values`, `meta`, ...), so that
+    state_dict, `.to()`, deepcopy and safetensors see plain tensors. A cast changes values only.
+
+    On the CPU a decoded weight is kept between calls, because decoding costs more than the
+    product of one token. It is in float32, 4 bytes an entry, and never saved, copied or moved. It
+    is dropped when a part is another tensor or was changed in place; only edits through `.data`
+    go unnoticed. It is not used while compiling, nor where values need a gradient.
+    `SparseLinear.keep_decoded = False`, on the class or a module, trades the time for the memory.
+
+    Args:
+        matrix: The weight, in any format.
+        bias: [out_features] or None; a Parameter is used as it is.
+
+    Example:
+        >>> linear = nn.Linear(8, 2).requires_grad_(False)
+        >>> linear.weight.view(-1, 4)[:, 2:] = 0.0
+        >>> sparse, x = SparseLinear.from_linear(linear), torch.ones(3, 8)
+        >>> torch.equal(sparse(x), linear(x))
+        True
+    """
+
+    bias: nn.Parameter | None
+    keep_decoded: bool = True
+
+    def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
+        super().__init__()
+        if bias is not None and bias.shape != (matrix.shape[0],):
+            raise ArgumentError(
+                f"bias of shape {list(bias.shape)}",
+                need=f"[{matrix.shape[0]}], one number an output feature",
+                hint="SparseLinear(matrix), without a bias",
+            )
+        self.out_features, self.in_features = matrix.shape
+        for name, part in matrix.parts().items():
+            self.register_buffer(name, part)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias)
+        self.register_parameter("bias", bias)
+        self._remember(matrix)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, fmt: str = "nm", **options: Any) -> Self:
+        """Store the weight of a dense layer that has its zeros already; nothing is pruned.
+
+        Args:
+            linear: The layer; its bias is shared.
+            fmt: Token of a format.
+            options: Of the format's `from_dense`: `pattern` of nm, `block` of bsr.
+
+        Raises:
+            ArgumentError: `linear` is no nn.Linear, or no such format or option.
+            FormatError: The weight breaks the pattern.
+
+        Example:
+            >>> SparseLinear.from_linear(nn.Linear(4, 4, bias=False), "csr").matrix.name
+            'csr'
+        """
+        if not isinstance(linear, nn.Linear):
+            raise ArgumentError(
+                f"a module of class {type(linear).__name__}",
+                need="an nn.Linear",
+                hint="SparseLinear(matrix, bias)",
+            )
+        if isinstance(options.get("pattern"), str):
+            options["pattern"] = parse_pattern(options["pattern"])
+        try:
+            matrix = format_named(fmt).from_dense(linear.weight.detach(), **options)
+        except TypeError as error:
+            raise ArgumentError(
+                f"options {sorted(options)} for format {fmt!r} ({error})",
+                need="options of its from_dense: pattern for nm, block for bsr",
+                hint=f'SparseLinear.from_linear(linear, "{fmt}")',
+            ) from error
+        return cls(matrix, linear.bias).train(linear.training)
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        fmt: str,
+        attributes: Mapping[str, Attribute],
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Allocate a layer without contents, for a loader to fill; on "meta" nothing at all.
+
+        Args:
+            shape: [out_features, in_features].
+            dtype: Of the values and the bias.
+            fmt: Token of a format.
+            attributes: Facts of that format, such as {"pattern": "2:4"}.
+            bias: Whether there is one.
+            device: Where; None is torch's default.
+
+        Raises:
+            ArgumentError: No such format.
+            FormatError: Attributes are missing or malformed.
+
+        Example:
+            >>> SparseLinear.empty((4, 8), torch.bfloat16, "nm", {"pattern": "2:4"}, device="meta")
+            SparseLinear(in_features=8, out_features=4, bias=False, nm(pattern=2:4), bfloat16, \
+4608 bytes)
+        """
+        kind = format_named(fmt)
+        specs = kind.part_specs(shape, dtype, attributes)
+        parts = {
+            name: torch.empty(size, dtype=part_dtype, device=device)
+            for name, (size, part_dtype) in specs.items()
+        }
+        offset = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
+        return cls(kind.from_parts(shape, parts, attributes), offset)
+
+    @property
+    def matrix(self) -> SparseMatrix:
+        """The weight; shares the tensors of this module."""
+        parts = {name: getattr(self, name) for name in self._form.PARTS}
+        return replace(cast(Any, self._form), **parts)  # type: ignore[no-any-return]
+
+    def to_dense(self) -> Tensor:
+        """The weight [out_features, in_features], as a new tensor."""
+        return self.matrix.to_dense()
+
+    def plan(self, x: Tensor) -> Plan:
+        """What `self(x)` will run.
+
+        Example:
+            >>> layer = SparseLinear.from_linear(nn.Linear(4, 4), "csc")
+            >>> layer.plan(torch.ones(1, 4)).describe()
+            'linear runs decompressed: format csc has no operator'
+        """
+        if self._form.name in _OPERATORS:
+            return _OPERATORS[self._form.name][1](self.matrix, x)
+        return Plan("linear", "decompressed", f"format {self._form.name} has no operator")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: [..., in_features], device and dtype of the weight; under autocast any float dtype,
+                and the weight's own precision decides.
+
+        Returns:
+            [..., out_features].
+
+        Raises:
+            ArgumentError: `x` does not fit.
+        """
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._run(x.to(self._dtype))
+        return self._run(x)
+
+    def extra_repr(self) -> str:
+        """Sizes, format, dtype and stored bytes."""
+        matrix = self.matrix
+        facts = ", ".join(f"{key}={value}" for key, value in matrix.attributes().items())
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {matrix.name}({facts}), "
+            f"{str(matrix.dtype).removeprefix('torch.')}, {matrix.nbytes} bytes"
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return cast(Tensor, getattr(self, self._form.VALUES)).dtype
+
+    def _run(self, x: Tensor) -> Tensor:
+        matrix = self.matrix
+        if self._may_keep(matrix):
+            check_product("linear", matrix, x, self.bias)
+            return product(self._decode(matrix), x, self.bias)
+        if matrix.name in _OPERATORS:
+            return _OPERATORS[matrix.name][0](matrix, x, bias=self.bias)
+        check_product("linear", matrix, x, self.bias)
+        if x.device.type == "cpu":
+            return product(decompress(matrix), x, self.bias)
+        return F.linear(x, decompress(matrix), self.bias)
+
+    def _remember(self, matrix: SparseMatrix) -> None:
+        """Keep what tensors do not say: the format, the shape and the pattern."""
+        # Without its tensors, which live in the buffers alone.
+        self._form: SparseMatrix = replace(cast(Any, matrix), **dict.fromkeys(matrix.PARTS))
+        self._decoded: tuple[list[tuple[Tensor, int, int]], Tensor] | None = None
+
+    def _may_keep(self, matrix: SparseMatrix) -> bool:
+        if not self.keep_decoded or torch.compiler.is_compiling():
+            return False
+        return all(
+            # Subclasses are fake or traced tensors; inference tensors do not count their changes.
+            part.device.type == "cpu"
+            and type(part) in (Tensor, nn.Parameter)
+            and not part.requires_grad
+            and not part.is_inference()
+            for part in matrix.parts().values()
+        )
+
+    def _decode(self, matrix: SparseMatrix) -> Tensor:
+        """The decoded weight in float32, which the reference multiplies with, made at most once."""
+        key = [(part, part._version, part.data_ptr()) for part in matrix.parts().values()]
+        kept = self._decoded
+        if kept is not None and all(
+            old[0] is new[0] and old[1:] == new[1:] for old, new in zip(kept[0], key, strict=True)
+        ):
+            return kept[1]
+        # A tensor made in inference mode could not serve a later call that trains x or the bias.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = matrix.to_dense().to(torch.float32)
+        self._decoded = (key, weight)
+        return weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `.to()`, `.half()`, `.cuda()` call: casts reach values, never indices."""
+        before = self.matrix
+        after = fn(getattr(self, before.VALUES).new_empty(0)).dtype
+        castable = before.dtype in COMPUTE_DTYPES
+        if castable and after not in COMPUTE_DTYPES:
+            raise ArgumentError(
+                f"a cast of a sparse weight to {after}",
+                need="float32, bfloat16 or float16",
+                hint="layer.to_dense(), or quantize the weight",
+            )
+
+        def guarded(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or (tensor.dtype in COMPUTE_DTYPES):
+                return moved
+            return tensor.to(moved.device)
+
+        self._decoded = None
+        super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        if isinstance(before, BSR) and castable and after.itemsize != before.dtype.itemsize:
+            self._realign(before.block, before.dtype.itemsize)
+        return self
+
+    def _realign(self, block: tuple[int, int], itemsize: int) -> None:
+        """Lay small blocks out again after a cast: their rows start on 128 bytes."""
+        matrix = self.matrix
+        if blocks_per_line(block, itemsize) == blocks_per_line(block, matrix.dtype.itemsize):
+            return
+        for name, part in BSR.from_dense(matrix.to_dense(), block).parts().items():
+            setattr(self, name, part)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._decoded = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles start without the decoded weight.
+        return {**self.__dict__, "_decoded": None}

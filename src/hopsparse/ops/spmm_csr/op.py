@@ -1,0 +1,45 @@
+"""y = x @ w.T + bias for a weight in CSR format: checks, plan, run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...formats.csr import CSR
+from .. import Plan, check_product, decompress, product_plan
+from . import reference
+
+
+def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a compressed-row weight: y = x @ w.T + bias.
+
+    Differentiable in x, bias and the kept values; one graph under torch.compile.
+
+    Args:
+        w: [out, k], float32, bfloat16 or float16.
+        x: [..., k], dtype and device of w, any strides, any number of tokens, also none.
+        bias: [out], dtype and device of w, or None.
+
+    Returns:
+        [..., out], dtype and device of x.
+
+    Raises:
+        ArgumentError: Arguments do not fit each other.
+        FormatError: Parts of w have the wrong shape or dtype.
+        UnsupportedError: Values are 8-bit.
+
+    Example:
+        >>> import torch
+        >>> w = CSR.from_dense(torch.tensor([[0.0, 5.0], [0.0, 0.0]]))
+        >>> spmm_csr(w, torch.ones(1, 2))
+        tensor([[5., 0.]])
+    """
+    check_product("spmm_csr", w, x, bias, kind=CSR)
+    if plan(w, x).name == "reference":
+        return reference.spmm_csr(w, x, bias)
+    return F.linear(x, decompress(w), bias)
+
+
+def plan(w: CSR, x: Tensor) -> Plan:
+    """What `spmm_csr(w, x)` will run."""
+    return product_plan("spmm_csr", x)

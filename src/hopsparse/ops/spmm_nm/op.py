@@ -1,0 +1,47 @@
+"""y = x @ w.T + bias for a weight in NM format: checks, plan, run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...formats.nm import NM
+from .. import Plan, check_product, decompress, product_plan
+from . import reference
+
+
+def spmm_nm(w: NM, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a 2:4 (or other N:M) weight: y = x @ w.T + bias.
+
+    Differentiable in x, bias and the kept values; one graph under torch.compile.
+
+    Args:
+        w: [out, k], float32, bfloat16 or float16.
+        x: [..., k], dtype and device of w, any strides, any number of tokens, also none.
+        bias: [out], dtype and device of w, or None.
+
+    Returns:
+        [..., out], dtype and device of x.
+
+    Raises:
+        ArgumentError: Arguments do not fit each other.
+        FormatError: Parts of w have the wrong shape or dtype.
+        UnsupportedError: Values are 8-bit.
+
+    Example:
+        >>> import torch
+        >>> w = NM.from_dense(torch.tensor([[1.0, 0.0, 0.0, 2.0]]))
+        >>> spmm_nm(w, torch.ones(3, 4))
+        tensor([[3.],
+                [3.],
+                [3.]])
+    """
+    check_product("spmm_nm", w, x, bias, kind=NM)
+    if plan(w, x).name == "reference":
+        return reference.spmm_nm(w, x, bias)
+    return F.linear(x, decompress(w), bias)
+
+
+def plan(w: NM, x: Tensor) -> Plan:
+    """What `spmm_nm(w, x)` will run."""
+    return product_plan("spmm_nm", x)

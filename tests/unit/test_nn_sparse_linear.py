@@ -1,0 +1,278 @@
+"""SparseLinear behaves as the nn.Linear it replaces, wherever a module can go."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hopsparse.errors import ArgumentError, FormatError
+from hopsparse.formats import BSR, FORMATS, NM, NMPattern
+from hopsparse.nn import SparseLinear
+
+FORMAT_NAMES = sorted(FORMATS)
+
+
+def dense_layer(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    linear = nn.Linear(64, 48, bias=bias).requires_grad_(False)
+    linear.weight.view(-1, 4)[:, 1:3] = 0.0
+    return linear.to(dtype)
+
+
+def all_parts(layer: SparseLinear) -> dict[str, Tensor]:
+    return {**layer.matrix.parts(), "bias": layer.bias}
+
+
+def assert_same(first: SparseLinear, second: SparseLinear) -> None:
+    assert first.matrix.shape == second.matrix.shape
+    assert first.matrix.attributes() == second.matrix.attributes()
+    for name, part in all_parts(first).items():
+        other = all_parts(second)[name]
+        assert part.dtype == other.dtype
+        assert torch.equal(part, other)
+
+
+@pytest.fixture(params=FORMAT_NAMES)
+def layer(request: pytest.FixtureRequest) -> SparseLinear:
+    return SparseLinear.from_linear(dense_layer(), request.param)
+
+
+def test_output_equals_the_dense_layer_bit_for_bit(layer: SparseLinear) -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(64, 48).requires_grad_(False)
+    dense.weight.copy_(layer.to_dense())
+    dense.bias.copy_(layer.bias)
+    x = torch.randn(2, 5, 64)
+    assert torch.equal(layer(x), dense(x))
+    layer.keep_decoded = False
+    assert torch.equal(layer(x), dense(x))
+
+
+def test_says_what_it_is() -> None:
+    layer = SparseLinear.from_linear(dense_layer(torch.bfloat16))
+    assert (layer.in_features, layer.out_features) == (64, 48)
+    assert "nm(pattern=2:4), bfloat16, 4608 bytes" in repr(layer)
+    assert sorted(layer.state_dict()) == ["bias", "meta", "values"]
+    plan = layer.plan(torch.ones(1, 64))
+    assert (plan.op, plan.name) == ("spmm_nm", "reference")
+    for fmt in ("csc", "hyb", "bitmask"):
+        plan = SparseLinear.from_linear(dense_layer(), fmt).plan(torch.ones(1, 64))
+        assert plan.describe() == f"linear runs decompressed: format {fmt} has no operator"
+
+
+def test_state_dict_round_trip(layer: SparseLinear) -> None:
+    matrix = layer.matrix
+    fresh = SparseLinear.empty(
+        matrix.shape, matrix.dtype, matrix.name, matrix.attributes(), bias=True
+    )
+    fresh.load_state_dict(layer.state_dict())
+    assert_same(layer, fresh)
+
+
+def test_meta_device_allocates_nothing_and_takes_assigned_tensors(layer: SparseLinear) -> None:
+    matrix = layer.matrix
+    with torch.device("meta"):
+        fresh = SparseLinear.empty(
+            matrix.shape, matrix.dtype, matrix.name, matrix.attributes(), bias=True
+        )
+    assert all(part.is_meta for part in all_parts(fresh).values())
+    fresh.load_state_dict(layer.state_dict(), assign=True)
+    assert_same(layer, fresh)
+
+
+def test_copies_and_pickles_leave_the_decoded_weight_behind(layer: SparseLinear) -> None:
+    x = torch.randn(3, 64)
+    expected = layer(x)
+    assert layer._decoded is not None
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin._decoded is None
+        assert_same(layer, twin)
+        assert torch.equal(twin(x), expected)
+
+
+def test_torch_save_needs_no_pickled_code(layer: SparseLinear) -> None:
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    twin = copy.deepcopy(layer)
+    for part in twin.state_dict().values():
+        part.zero_()
+    twin.load_state_dict(state)
+    assert_same(layer, twin)
+
+
+def test_safetensors(layer: SparseLinear, tmp_path: Path) -> None:
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict(load_file(tmp_path / "layer.safetensors"), assign=True)
+    assert_same(layer, twin)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
+def test_casts_touch_values_only(layer: SparseLinear, cast: torch.dtype) -> None:
+    before = {name: part.clone() for name, part in all_parts(layer).items()}
+    dense = layer.to_dense()
+    layer(torch.ones(1, 64))
+    assert layer.to(cast) is layer
+    assert layer._decoded is None
+    for name, part in all_parts(layer).items():
+        assert part.dtype == (cast if before[name].is_floating_point() else before[name].dtype)
+    layer.matrix.validate()
+    assert torch.equal(layer.to_dense(), dense.to(cast))
+    x = torch.randn(3, 64)
+    assert layer(x.to(cast)).dtype == cast
+    layer.type(torch.float32)  # reaches integer buffers too, unless they are guarded
+    layer.matrix.validate()
+
+
+def test_small_blocks_are_aligned_again_by_a_cast() -> None:
+    layer = SparseLinear.from_linear(dense_layer(), "bsr", block=(4, 4))
+    dense = layer.to_dense()
+    layer.bfloat16()
+    layer.matrix.validate()
+    assert torch.equal(layer.to_dense(), dense.bfloat16())
+
+
+def test_eight_bit_values_keep_their_dtype() -> None:
+    weight = dense_layer().weight.to(torch.float8_e4m3fn)
+    layer = SparseLinear(NM.from_dense(weight))
+    layer.bfloat16()
+    layer.matrix.validate()
+    assert torch.equal(layer.to_dense().float(), weight.float())
+
+
+def test_cast_to_double_is_refused_before_anything_changes() -> None:
+    layer = SparseLinear.from_linear(dense_layer())
+    with pytest.raises(ArgumentError, match=r"cast of a sparse weight to torch\.float64"):
+        layer.double()
+    assert layer.bias.dtype == layer.matrix.dtype == torch.float32
+
+
+class TestDecodedWeight:
+    x = torch.ones(1, 64)
+
+    def test_is_made_once(self, layer: SparseLinear) -> None:
+        layer(self.x)
+        kept = layer._decoded
+        layer(self.x)
+        assert layer._decoded is kept
+
+    def test_notices_changes_in_place_and_replacements(self) -> None:
+        layer = SparseLinear.from_linear(dense_layer(bias=False))
+        first = layer(self.x)
+        layer.values.mul_(2)
+        assert torch.equal(layer(self.x), 2 * first)
+        layer.values = layer.values / 2
+        assert torch.equal(layer(self.x), first)
+        state = {name: torch.zeros_like(part) for name, part in layer.state_dict().items()}
+        state["meta"] = layer.meta.clone()
+        layer.load_state_dict(state)
+        assert not layer(self.x).any()
+
+    def test_of_inference_mode_serves_training_later(self) -> None:
+        layer = SparseLinear.from_linear(dense_layer()).requires_grad_(True)
+        with torch.inference_mode():
+            layer(self.x)
+        x = self.x.clone().requires_grad_()
+        layer(x)[0, 7].backward()
+        assert torch.equal(x.grad[0], layer.to_dense()[7])
+        assert layer.bias.grad.nonzero().tolist() == [[7]]
+
+    def test_can_be_turned_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(SparseLinear, "keep_decoded", False)
+        layer = SparseLinear.from_linear(dense_layer())
+        layer(self.x)
+        assert layer._decoded is None
+
+    def test_is_not_made_for_trained_values(self) -> None:
+        layer = SparseLinear.from_linear(dense_layer())
+        layer.values = nn.Parameter(layer.values)
+        layer(self.x).sum().backward()
+        assert layer._decoded is None
+        assert torch.equal(layer.values.grad != 0, layer.values != 0)
+        assert "values" in layer.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+def test_compiles_to_one_graph_for_any_number_of_tokens(fmt: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    layer = SparseLinear.from_linear(dense_layer(), fmt)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (2, 3, 7, 17, 160):
+        x = torch.randn(tokens, 64)
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+def test_compiled_training_step() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    layer = SparseLinear.from_linear(dense_layer()).requires_grad_(True)
+    layer.values = nn.Parameter(layer.values)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(5, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend=CompileCounterWithBackend("aot_eager"))
+    compiled(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    assert torch.equal(layer.values.grad, twin.values.grad)
+    assert torch.equal(layer.bias.grad, twin.bias.grad)
+
+
+def test_autocast_follows_the_weight() -> None:
+    layer = SparseLinear.from_linear(dense_layer(torch.bfloat16))
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), layer(x.bfloat16()))
+
+
+def test_meta_forward_gives_the_shape() -> None:
+    layer = SparseLinear.from_linear(dense_layer()).to("meta")
+    assert layer(torch.ones(2, 3, 64, device="meta")).shape == (2, 3, 48)
+
+
+def test_wrong_width_is_refused(layer: SparseLinear) -> None:
+    with pytest.raises(ArgumentError, match=r"x of shape \[3, 60\]"):
+        layer(torch.ones(3, 60))
+
+
+class TestConstruction:
+    def test_pattern_as_text(self) -> None:
+        layer = SparseLinear.from_linear(dense_layer(), pattern="6:8")
+        assert layer.matrix.pattern == NMPattern(6, 8)
+
+    def test_block(self) -> None:
+        layer = SparseLinear.from_linear(dense_layer(), "bsr", block=(16, 16))
+        assert isinstance(layer.matrix, BSR)
+        assert layer.matrix.block == (16, 16)
+
+    def test_the_bias_is_shared(self) -> None:
+        linear = dense_layer()
+        assert SparseLinear.from_linear(linear).bias is linear.bias
+
+    def test_dense_weight_is_refused(self) -> None:
+        with pytest.raises(FormatError, match="row 0, group 0"):
+            SparseLinear.from_linear(nn.Linear(8, 8))
+
+    def test_unknown_format_option_and_module(self) -> None:
+        with pytest.raises(ArgumentError, match="format 'coo'"):
+            SparseLinear.from_linear(dense_layer(), "coo")
+        with pytest.raises(ArgumentError, match="options \\['block'\\] for format 'csr'"):
+            SparseLinear.from_linear(dense_layer(), "csr", block=(4, 4))
+        with pytest.raises(ArgumentError, match="class ReLU"):
+            SparseLinear.from_linear(nn.ReLU())  # type: ignore[arg-type]
+
+    def test_bias_of_wrong_length(self) -> None:
+        with pytest.raises(ArgumentError, match=r"bias of shape \[5\]"):
+            SparseLinear(NM.from_dense(torch.zeros(4, 4)), torch.zeros(5))
