@@ -1,0 +1,305 @@
+"""Predicted time of y = x @ w.T on a GPU: bytes over bandwidth, operations over ceiling.
+
+Everything here is a prediction, and none of it was measured with our kernels: an efficiency says
+which part of the card's ceiling the best peer reached in `bfloat16`, `float8` or `int8` on one
+H200 (`REACHED`, from rows of 16 to 16,384 tokens). The model is `fixed + max(memory, compute)`;
+against those rows it is off by up to a third for single layers and by about a tenth in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ..errors import ArgumentError
+from ..formats.nm import NM, packed_k
+from ..formats.pattern import BlockPattern, NMPattern, parse_pattern
+from ..plan import Target
+
+Bound = Literal["memory", "compute"]
+
+_FAMILY = {
+    "bfloat16": "half",
+    "float16": "half",
+    "float8_e4m3fn": "float8",
+    "float8_e5m2": "float8",
+    "int8": "int8",
+}
+# A product with fewer output tiles than SMs leaves SMs idle; 64 x 64 is the smallest tile whose
+# wgmma instruction still runs at a useful rate.
+_TILE = 64
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What the best peer of today reaches.
+
+    Attributes:
+        bandwidth: Part of the read bandwidth.
+        compute: Part of the sustained tensor-core ceiling.
+        fixed_us: Time beyond both: launch, prologue, epilogue of an otherwise idle card.
+    """
+
+    bandwidth: float
+    compute: float
+    fixed_us: float
+
+
+# cuBLAS at 4,096 tokens runs at 653 to 684 TFLOP/s in bf16 (ceiling 868.9), 1,172 to 1,245 in fp8
+# (1,735.8) and 819 to 885 in int8 (1,881). Its 16-token rows fit 2.5 us + bytes / 4.13 TB/s.
+# For 2:4, the best of cuSPARSELt (every algorithm) and CUTLASS at 4,096 tokens: 970 to 1,117
+# TFLOP/s in bf16 (1,441.7), 1,755 to 2,232 in fp8 (2,807.8), 1,840 to 2,339 in int8 (3,169.9).
+# The CUTLASS rows at 16 tokens fit 5 us + bytes / 4.13 TB/s.
+# For blocks, PyTorch's BSR product in bf16: 70 us of host time a call, then 251 TFLOP/s of kept
+# blocks at 2,048 tokens (16384 x 4096, blocks of 128, half kept) and 0.4 TB/s at 16.
+REACHED = {
+    ("dense", "half"): Reached(bandwidth=0.95, compute=0.76, fixed_us=2.5),
+    ("dense", "float8"): Reached(bandwidth=0.95, compute=0.69, fixed_us=2.5),
+    ("dense", "int8"): Reached(bandwidth=0.95, compute=0.45, fixed_us=2.5),
+    ("nm", "half"): Reached(bandwidth=0.95, compute=0.74, fixed_us=5.0),
+    ("nm", "float8"): Reached(bandwidth=0.95, compute=0.70, fixed_us=5.0),
+    ("nm", "int8"): Reached(bandwidth=0.95, compute=0.65, fixed_us=5.0),
+    ("bsr", "half"): Reached(bandwidth=0.09, compute=0.29, fixed_us=70.0),
+    ("bsr", "float8"): Reached(bandwidth=0.09, compute=0.29, fixed_us=70.0),
+    ("bsr", "int8"): Reached(bandwidth=0.09, compute=0.29, fixed_us=70.0),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One layer as the model sees it.
+
+    Attributes:
+        shape: [out, k] of the weight.
+        dtype: `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `int8`.
+        fmt: How the weight is stored: `dense` or a name from `hopsparse.formats.FORMATS`.
+        pattern: Its pattern, as text; needed by `nm` and `bsr`.
+        density: Kept part of the blocks; used by `bsr`.
+    """
+
+    shape: tuple[int, int]
+    dtype: str = "bfloat16"
+    fmt: str = "dense"
+    pattern: str = ""
+    density: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.shape) < 1:
+            raise ArgumentError(
+                f"layer of {list(self.shape)}", need="[out, k], both positive", hint="[4096, 4096]"
+            )
+        if self.dtype not in _FAMILY:
+            raise ArgumentError(
+                f"dtype {self.dtype!r}",
+                need="one of " + ", ".join(_FAMILY),
+                hint="bfloat16, which tensor cores were measured with",
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return 2 if _FAMILY[self.dtype] == "half" else 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted cost of one product; never a measurement.
+
+    Attributes:
+        plan: What is assumed to run: `dense`, `nm` or `bsr`.
+        bytes: Read and written, weight, activations and result together.
+        flops: Operations, counted as if dense over the columns that the kernel walks.
+        time_us: Predicted device time.
+        bound: What the time is made of, fixed cost aside.
+        note: What the reader must know, or "".
+    """
+
+    plan: str
+    bytes: int
+    flops: float
+    time_us: float
+    bound: Bound
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Both predictions of one product, and the plan that the faster one names."""
+
+    dense: Prediction
+    sparse: Prediction
+
+    @property
+    def chosen(self) -> Prediction:
+        """The faster one: a sparse layer is never slower than dense, it runs as dense instead."""
+        return self.sparse if self.sparse.time_us < self.dense.time_us else self.dense
+
+
+@dataclass(frozen=True)
+class Total:
+    """Predicted time of all layers once, at one token count.
+
+    Attributes:
+        tokens: Rows of x.
+        dense_us: Every layer dense.
+        sparse_us: Every layer by its sparse plan, even where that is slower.
+        chosen_us: Every layer by the faster plan.
+        sparse_layers: Layers whose faster plan is the sparse one.
+        layers: All layers.
+    """
+
+    tokens: int
+    dense_us: float
+    sparse_us: float
+    chosen_us: float
+    sparse_layers: int
+    layers: int
+
+    @property
+    def speedup(self) -> float:
+        """Dense time over chosen time; 1 where nothing is gained, never less."""
+        return self.dense_us / self.chosen_us if self.chosen_us else 1.0
+
+
+def predict(product: Product, tokens: int, target: Target) -> Prediction:
+    """Predict the time of `product` for `tokens` rows of x, by the plan of its own format.
+
+    Raises:
+        ArgumentError: No tokens, or a format and pattern that do not fit together.
+
+    Example:
+        >>> from hopsparse.plan import TARGETS
+        >>> layer = Product((8192, 28672), "bfloat16", "nm", "2:4")
+        >>> predict(layer, 16, TARGETS["h200"]).bound
+        'memory'
+        >>> predict(layer, 4096, TARGETS["h200"]).bound
+        'compute'
+    """
+    if tokens < 1:
+        raise ArgumentError(f"{tokens} tokens", need="at least one", hint="tokens=16")
+    if product.fmt == "nm":
+        return _time(_nm_work(product, tokens), product, target)
+    if product.fmt == "bsr":
+        return _time(_bsr_work(product, tokens), product, target)
+    dense = _time(_dense_work(product, tokens), product, target)
+    if product.fmt == "dense":
+        return dense
+    return replace(dense, note=f"no kernel for {product.fmt} yet: runs as the dense product")
+
+
+def choose(product: Product, tokens: int, target: Target) -> Choice:
+    """Predict `product` as stored and as dense.
+
+    Example:
+        >>> from hopsparse.plan import TARGETS
+        >>> choose(Product((576, 576), fmt="nm", pattern="2:4"), 1, TARGETS["h200"]).chosen.plan
+        'dense'
+    """
+    return Choice(
+        _time(_dense_work(product, tokens), product, target), predict(product, tokens, target)
+    )
+
+
+def whole_model(products: Sequence[Product], tokens: Iterable[int], target: Target) -> list[Total]:
+    """Sum the predictions of all products, once for each token count.
+
+    Attention, norms and layers that are not in `products` are not part of the sum.
+    """
+    totals = []
+    for count in tokens:
+        # A model repeats a few shapes: predict each once.
+        cache = {product: choose(product, count, target) for product in set(products)}
+        choices = [cache[product] for product in products]
+        totals.append(
+            Total(
+                tokens=count,
+                dense_us=sum(choice.dense.time_us for choice in choices),
+                sparse_us=sum(choice.sparse.time_us for choice in choices),
+                chosen_us=sum(choice.chosen.time_us for choice in choices),
+                sparse_layers=sum(choice.chosen.plan != "dense" for choice in choices),
+                layers=len(choices),
+            )
+        )
+    return totals
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a plan has to do for one product, before any GPU is named."""
+
+    plan: str
+    bytes: int
+    flops: float
+    tiles: int
+    launches: int = 1
+    note: str = ""
+
+
+def _dense_work(product: Product, tokens: int) -> _Work:
+    out, k = product.shape
+    moved = out * k * product.itemsize + _activation_bytes(product, tokens)
+    return _Work("dense", moved, 2.0 * tokens * out * k, _tiles(out, tokens))
+
+
+def _nm_work(product: Product, tokens: int) -> _Work:
+    out, k = product.shape
+    pattern = parse_pattern(product.pattern)
+    if not isinstance(pattern, NMPattern):
+        raise ArgumentError(f"pattern {pattern} in nm", need="an N:M pattern", hint="2:4")
+    dtype = getattr(torch, product.dtype)
+    specs = NM.part_specs(product.shape, dtype, {"pattern": str(pattern)})
+    moved = sum(math.prod(shape) * part.itemsize for shape, part in specs.values())
+    moved += _activation_bytes(product, tokens)
+    columns = packed_k(k, pattern)
+    work = _Work("nm", moved, 2.0 * tokens * out * columns, _tiles(out, tokens))
+    if pattern.m == 4:
+        return work
+    # Windows overlap, so x is gathered first: packed k columns written, then read instead of k.
+    return replace(
+        work,
+        bytes=moved + 2 * tokens * columns * product.itemsize,
+        launches=2,
+        note=f"k grows from {k} to {columns} columns of overlapping windows; x is gathered first",
+    )
+
+
+def _bsr_work(product: Product, tokens: int) -> _Work:
+    out, k = product.shape
+    pattern = parse_pattern(product.pattern)
+    if not isinstance(pattern, BlockPattern):
+        raise ArgumentError(f"pattern {pattern} in bsr", need="a block pattern", hint="block:32x32")
+    kept = round(math.ceil(out / pattern.rows) * math.ceil(k / pattern.cols) * product.density)
+    entries = kept * pattern.rows * pattern.cols
+    moved = entries * product.itemsize + 4 * kept + _activation_bytes(product, tokens)
+    return _Work("bsr", moved, 2.0 * tokens * entries, _tiles(out, tokens))
+
+
+def _time(work: _Work, product: Product, target: Target) -> Prediction:
+    reached = REACHED[work.plan, _FAMILY[product.dtype]]
+    peaks = target.sparse_peak if work.plan == "nm" else target.dense_peak
+    busy = min(1.0, work.tiles / target.sm_count)
+    memory_us = 1e6 * work.bytes / (target.read_bandwidth * reached.bandwidth)
+    compute_us = 1e6 * work.flops / (peaks[product.dtype].sustained * reached.compute * busy)
+    fixed_us = reached.fixed_us + (work.launches - 1) * target.launch_us
+    return Prediction(
+        plan=work.plan,
+        bytes=work.bytes,
+        flops=work.flops,
+        time_us=fixed_us + max(memory_us, compute_us),
+        bound="memory" if memory_us >= compute_us else "compute",
+        note=work.note,
+    )
+
+
+def _activation_bytes(product: Product, tokens: int) -> int:
+    # x has the dtype of the weight; results are written in 16 bits, by 8-bit products too.
+    out, k = product.shape
+    return tokens * (k * product.itemsize + out * 2)
+
+
+def _tiles(out: int, tokens: int) -> int:
+    return math.ceil(out / _TILE) * math.ceil(tokens / _TILE)

@@ -1,0 +1,150 @@
+"""Facts of a report, put into the words and numbers of the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from .figures import NARROW, PAIR, PALETTE, TIMES, WIDE, LayerError, error_bars, predicted_bars
+from .predicted import TOKENS, LayerTimes, Predicted
+
+
+def render(report: Mapping[str, Any], predicted: Predicted) -> str:
+    """Return the HTML of one report."""
+    environment = Environment(
+        loader=PackageLoader(__package__ or "hopsparse.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=_size, duration=_duration, micros=_micros)
+    errors = layer_errors(report["layers"])
+    colours = colours_of(errors)
+    return environment.get_template("page.html.j2").render(
+        report=report,
+        tokens=TOKENS,
+        date=_date(report["date"]),
+        predicted=predicted,
+        quality=_quality(report["evaluation"]),
+        headline=_headline(report, predicted),
+        figures={
+            "errors": [error_bars(errors, colours, width) for width in (WIDE, NARROW)]
+            if errors
+            else [],
+            "predicted": [
+                predicted_bars(predicted.totals, PAIR, width) for width in (WIDE, NARROW)
+            ],
+        },
+        layers=_layer_rows(report["layers"], predicted.layers),
+        kept=_grouped(report["kept_dense"]),
+    )
+
+
+def layer_errors(layers: Sequence[Mapping[str, Any]]) -> list[LayerError]:
+    """Block, kind and error of each layer that has an error; names give block and kind."""
+    errors = []
+    for layer in layers:
+        if layer["error"] is None:
+            continue
+        name = str(layer["name"])
+        found = re.search(r"(?:^|\.)(\d+)\.", name)
+        errors.append(
+            LayerError(int(found[1]) if found else 0, name.rpartition(".")[2], layer["error"])
+        )
+    return errors
+
+
+def colours_of(errors: Sequence[LayerError]) -> dict[str, str]:
+    """A colour for each kind of projection, in order of appearance."""
+    kinds = list(dict.fromkeys(error.kind for error in errors))
+    return {kind: PALETTE[index % len(PALETTE)] for index, kind in enumerate(kinds)}
+
+
+def _headline(report: Mapping[str, Any], predicted: Predicted) -> list[tuple[str, str, str]]:
+    """Value, label and remark of the numbers at the top."""
+    rows = []
+    quality = _quality(report["evaluation"])
+    if quality:
+        worst = max(quality, key=lambda row: row["ratio"])
+        rows.append(
+            (f"{worst['ratio']:.2f}{TIMES}", "perplexity", f"of the dense model, {worst['text']}")
+        )
+        agreement = f"{100 * worst['agreement']:.1f} %"
+        rows.append((agreement, "top-1 agreement", f"with the dense model, {worst['text']}"))
+    stored = report["bytes"]
+    rows.append(
+        (
+            f"{stored['sparse'] / max(1, stored['dense']):.2f}{TIMES}",
+            "size",
+            f"{_size(stored['dense'])} → {_size(stored['sparse'])}",
+        )
+    )
+    if predicted.totals:
+        gains = [total.speedup for total in predicted.totals]
+        low, high = f"{min(gains):.2f}", f"{max(gains):.2f}"
+        value = f"{low}{TIMES}" if low == high else f"{low} to {high}{TIMES}"
+        remark = f"1 to {TOKENS[-1]:,} tokens on {predicted.target.name.upper()}, not measured"
+        rows.append((value, "predicted speed", remark))
+    return rows
+
+
+def _quality(evaluation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "text": row["text"],
+            "windows": row["windows"],
+            "dense": row["dense"]["perplexity"],
+            "sparse": row["sparse"]["perplexity"],
+            "ratio": row["sparse"]["perplexity"] / row["dense"]["perplexity"],
+            "agreement": row["sparse"]["agreement"],
+        }
+        for row in evaluation
+    ]
+
+
+def _layer_rows(
+    layers: Sequence[Mapping[str, Any]], times: Sequence[LayerTimes]
+) -> list[dict[str, Any]]:
+    return [
+        {**layer, "times": [(choice.dense, choice.chosen) for choice in own.choices]}
+        for layer, own in zip(layers, times, strict=True)
+    ]
+
+
+def _grouped(kept: Mapping[str, str]) -> dict[str, list[str]]:
+    """Layers by the reason why they stayed dense."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in kept.items():
+        by_reason.setdefault(reason, []).append(name)
+    return by_reason
+
+
+def _date(text: str) -> str:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return text
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
+def _micros(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.1f} µs"
+    return f"{microseconds / 1000:.2f} ms"
