@@ -1,1 +1,28 @@
-"""hopsparse: sparse operators, formats and models for NVIDIA Hopper GPUs."""
+"""hopsparse: sparse operators, formats and models for NVIDIA Hopper GPUs.
+
+Every public name is listed here. Importing creates no CUDA context and imports no model library.
+"""
+
+from . import formats as formats
+from . import nn as nn
+from . import ops as ops
+from . import prune as prune
+from .errors import ArgumentError as ArgumentError
+from .errors import CalibrationError as CalibrationError
+from .errors import CheckpointError as CheckpointError
+from .errors import FormatError as FormatError
+from .errors import HopsparseError as HopsparseError
+from .errors import UnsupportedError as UnsupportedError
+from .errors import VerificationError as VerificationError
+from .models.evaluate import evaluate as evaluate
+from .models.load import load as load
+from .models.options import Progress as Progress
+from .models.options import SparsifyOptions as SparsifyOptions
+from .models.register import register as _register
+from .models.sparsify import sparsify as sparsify
+from .models.sparsify import sparsify_checkpoint as sparsify_checkpoint
+from .prune import Recipe as Recipe
+from .version import __version__ as __version__
+
+# from_pretrained of transformers finds our checkpoints, whichever is imported first.
+_register()

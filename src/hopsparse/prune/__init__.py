@@ -3,6 +3,7 @@
 from .layer import output_error as output_error
 from .layer import prune_layer as prune_layer
 from .mask import keep_mask as keep_mask
+from .order import trace_groups as trace_groups
 from .recipe import METHODS as METHODS
 from .recipe import LayerReport as LayerReport
 from .recipe import Recipe as Recipe

@@ -24,7 +24,12 @@ def new_statistics(inputs: Tensor, recipe: Recipe) -> Statistics:
 
 
 def prune_layer(
-    name: str, layer: nn.Module, statistics: Statistics | None, recipe: Recipe
+    name: str,
+    layer: nn.Module,
+    statistics: Statistics | None,
+    recipe: Recipe,
+    *,
+    store_dtype: torch.dtype | None = None,
 ) -> LayerReport:
     """Replace the weight of one nn.Linear in place.
 
@@ -36,6 +41,7 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
+        store_dtype: Round the new weight to what this dtype holds; the layer's own when None.
 
     Raises:
         ArgumentError: Not an nn.Linear, or its weight is not finite.
@@ -60,6 +66,8 @@ def prune_layer(
         new, damping = _prune(old, usable, recipe)
     except HopsparseError as error:
         raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
+    if store_dtype is not None:
+        new = new.to(store_dtype).to(old.dtype)
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable) if usable else None
     layer.weight.data.copy_(new)

@@ -103,6 +103,7 @@ def prune_block(
     prefix: str = "",
     on_layer: OnLayer | None = None,
     then_advance: bool = False,
+    store_dtype: torch.dtype | None = None,
 ) -> list[LayerReport]:
     """Prune the layers of one block in place.
 
@@ -121,6 +122,8 @@ def prune_block(
         prefix: Put before each name in reports.
         on_layer: Called after each layer.
         then_advance: Also do `advance(block, activations)`, in the same forward where possible.
+        store_dtype: Round new weights to what this dtype holds, before they are run: for a block
+            that computes in float32 and is stored in 16 bits.
 
     Returns:
         One report a layer, in the order of `groups`.
@@ -136,7 +139,7 @@ def prune_block(
         [0.5, 0.5]
     """
     layers = _find_layers(block, groups)
-    work = _Work(block, layers, recipe, prefix, on_layer)
+    work = _Work(block, layers, recipe, prefix, on_layer, store_dtype)
     if activations is None and (recipe.method != "magnitude" or then_advance):
         raise ArgumentError(
             f"method {recipe.method} without activations",
@@ -189,11 +192,14 @@ class _Work:
     recipe: Recipe
     prefix: str
     on_layer: OnLayer | None
+    store_dtype: torch.dtype | None
     reports: dict[str, LayerReport] = field(default_factory=dict)
 
     def prune(self, name: str, statistics: Statistics | None) -> None:
         full = self.prefix + name
-        self.reports[name] = prune_layer(full, self.layers[name], statistics, self.recipe)
+        self.reports[name] = prune_layer(
+            full, self.layers[name], statistics, self.recipe, store_dtype=self.store_dtype
+        )
         if self.on_layer:
             self.on_layer(self.reports[name])
 

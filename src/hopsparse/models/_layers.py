@@ -1,0 +1,142 @@
+"""From dense layers of a model to empty sparse ones, and what the files must hold for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..errors import CheckpointError
+from ..formats import FORMATS
+from ..nn import SparseLinear
+from .checkpoint import CheckpointReader, ModuleEntry, SparseConfig
+from .rules import replace_module
+
+#: Shape and dtype of stored tensors by name; dtypes as safetensors writes them.
+StoredSpecs = dict[str, tuple[tuple[int, ...], str]]
+
+_SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int8": "I8",
+    "uint8": "U8",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def require_sparse(reader: CheckpointReader) -> SparseConfig:
+    """The sparse part of a checkpoint.
+
+    Raises:
+        CheckpointError: It is dense, or another tool's.
+    """
+    if reader.sparse is not None:
+        return reader.sparse
+    folder = str(reader.folder)
+    method = (reader.config.get("quantization_config") or {}).get("quant_method")
+    got = f"{folder} is " + (f"quantised by {method!r}" if method else "a dense checkpoint")
+    if method == "compressed-tensors":
+        hint = f"hopsparse.import_sparse24({folder!r}, OUT)"
+    else:
+        hint = f"AutoModelForCausalLM.from_pretrained({folder!r}), or `hopsparse sparsify` first"
+    raise CheckpointError(
+        got, need='a quantization_config of method "hopsparse" in config.json', hint=hint
+    )
+
+
+def stored_specs(shards: Iterable[Path | str]) -> StoredSpecs:
+    """Read the headers of safetensors files, which also shows a truncated one.
+
+    Raises:
+        CheckpointError: A shard is missing or damaged.
+    """
+    specs: StoredSpecs = {}
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    part = file.get_slice(name)
+                    specs[name] = (tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{shard} cannot be read ({error})",
+                need="a complete safetensors file",
+                hint="download or write that shard again",
+            ) from error
+    return specs
+
+
+def check_stored(sparse: SparseConfig, stored: StoredSpecs) -> None:
+    """Compare what config.json promises with what the shards hold.
+
+    Raises:
+        CheckpointError: A part of a matrix is missing, or has another shape or dtype.
+    """
+    for module, entry in sparse.modules.items():
+        kind = FORMATS[entry.format]
+        specs = kind.part_specs(entry.shape, entry.torch_dtype, entry.attributes)
+        for part, (shape, dtype) in specs.items():
+            wanted = (shape, _SAFETENSORS_DTYPES.get(str(dtype).removeprefix("torch.")))
+            found = stored.get(f"{module}.{part}")
+            if found == wanted:
+                continue
+            raise CheckpointError(
+                f"the shards hold no tensor {module}.{part}"
+                if found is None
+                else f"{module}.{part} is stored as {found[1]} {list(found[0])}",
+                need=f"{wanted[1]} {list(shape)}, as config.json says",
+                hint="download or write the checkpoint again",
+            )
+
+
+def make_sparse(model: nn.Module, modules: Mapping[str, ModuleEntry]) -> list[str]:
+    """Replace the dense layers named in `modules` by empty ones on the meta device.
+
+    A head-less model finds the layers of a full one, and the other way round: names may lack or
+    have a first component. All names are looked up before anything is replaced.
+
+    Returns:
+        Names of the new layers in `model`.
+
+    Raises:
+        CheckpointError: A layer is not there, is no nn.Linear, or has another shape.
+    """
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    prefix = getattr(model, "base_model_prefix", "")
+    found: dict[str, ModuleEntry] = {}
+    for name, entry in modules.items():
+        options = [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+        place = next((option for option in options if option in linears), None)
+        if place is None:
+            raise CheckpointError(
+                f"the checkpoint stores a sparse weight for {name!r}",
+                need=f"an nn.Linear of that name in {type(model).__name__}",
+                hint="load it into the architecture that config.json names",
+            )
+        linear = linears[place]
+        if (linear.out_features, linear.in_features) != entry.shape:
+            raise CheckpointError(
+                f"{name} is stored as {list(entry.shape)}",
+                need=f"[{linear.out_features}, {linear.in_features}] for this model",
+                hint="load it into the architecture that config.json names",
+            )
+        found[place] = entry
+    for place, entry in found.items():
+        layer = SparseLinear.empty(
+            entry.shape,
+            entry.torch_dtype,
+            entry.format,
+            entry.attributes,
+            bias=linears[place].bias is not None,
+            device="meta",
+        ).train(linears[place].training)
+        replace_module(model, place, lambda _, layer=layer: layer)  # type: ignore[misc]
+    return list(found)

@@ -1,0 +1,93 @@
+"""What an interrupted sparsify run has finished, kept beside its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from ..errors import CheckpointError
+from ..prune import LayerReport
+from ._files import read_json
+from .checkpoint import CheckpointWriter
+
+STATE_NAME = "run-state.json"
+
+
+class RunState:
+    """The finished blocks of a run; written anew after each.
+
+    Args:
+        identity: Model, recipe and calibration of the run, as JSON values.
+    """
+
+    @dataclass(frozen=True)
+    class Shard:
+        """A finished block.
+
+        Attributes:
+            file: Its safetensors file.
+            entries: `ModuleEntry` of each sparse layer, as JSON.
+            layers: `LayerReport` of each layer, as JSON.
+        """
+
+        file: str
+        entries: dict[str, Any]
+        layers: list[dict[str, Any]]
+
+    def __init__(self, identity: Mapping[str, Any]) -> None:
+        self._identity = dict(identity)
+        self._shards: list[RunState.Shard] = []
+        self._resumed = 0
+
+    @classmethod
+    def resume(cls, writer: CheckpointWriter, identity: Mapping[str, Any]) -> Self:
+        """Read the state of `writer.partial`; empty when that run finished no block.
+
+        Raises:
+            CheckpointError: The interrupted run was another one.
+        """
+        state = cls(identity)
+        path = writer.partial / STATE_NAME
+        if not path.exists():
+            return state
+        stored = read_json(path)
+        for key, value in identity.items():
+            if stored["identity"].get(key) != value:
+                raise CheckpointError(
+                    f"the interrupted run has {key} = {stored['identity'].get(key)!r}",
+                    need=f"the same command; this one has {value!r}",
+                    hint="--overwrite to start again",
+                )
+        state._shards = [cls.Shard(**shard) for shard in stored["shards"]]
+        state._resumed = len(state._shards)
+        return state
+
+    @property
+    def shards(self) -> list[RunState.Shard]:
+        """The finished blocks, in order."""
+        return list(self._shards)
+
+    def is_done(self, index: int) -> bool:
+        """Whether block `index` is finished."""
+        return index < len(self._shards)
+
+    def was_resumed(self, index: int) -> bool:
+        """Whether block `index` was finished by the interrupted run."""
+        return index < self._resumed
+
+    def shard(self, index: int) -> RunState.Shard:
+        """The finished block `index`."""
+        return self._shards[index]
+
+    def add(
+        self,
+        written: tuple[str, dict[str, Any]],
+        reports: Iterable[LayerReport],
+        writer: CheckpointWriter,
+    ) -> None:
+        """Record the next block, whose shard is on disk."""
+        file, entries = written
+        self._shards.append(self.Shard(file, entries, [asdict(report) for report in reports]))
+        shards = [asdict(shard) for shard in self._shards]
+        writer.write_json(STATE_NAME, {"identity": self._identity, "shards": shards})

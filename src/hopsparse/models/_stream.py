@@ -1,0 +1,246 @@
+"""One pass over a model on disk: load a block, evaluate it dense, prune it, evaluate it sparse.
+
+Only one block is in memory at a time, with three sets of hidden states: of the calibration
+windows and of the evaluation windows behind the sparse blocks, and of the evaluation windows
+behind the dense ones. Compute is float32; pruned weights are rounded to their stored dtype before
+they are run, so that what was measured is what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import FORMATS, BlockPattern, NMPattern, Pattern, SparseMatrix, storage_for
+from ..prune import (
+    Activations,
+    LayerReport,
+    Recipe,
+    advance,
+    capture_inputs,
+    prune_block,
+    trace_groups,
+)
+from ._family import Family
+from ._files import read_tensors
+from ._resume import RunState
+from .checkpoint import CheckpointWriter, ModuleEntry
+from .evaluate import Quality
+from .options import SparsifyOptions, StepClock
+from .rules import Selection
+from .source import WeightSource, dematerialize, materialize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# One batch of calibration windows may take this much for the activations of a block.
+_BATCH_BYTES = 1 << 30
+
+
+def pack(weight: Tensor, pattern: Pattern) -> SparseMatrix:
+    """Store a pruned weight in the format that checkpoints use for `pattern`."""
+    kind = FORMATS[storage_for(pattern, (weight.shape[0], weight.shape[1]))]
+    if kind.name == "nm":
+        assert isinstance(pattern, NMPattern)
+        return kind.from_dense(weight, pattern)  # type: ignore[call-arg]
+    if kind.name == "bsr":
+        assert isinstance(pattern, BlockPattern)
+        return kind.from_dense(weight, (pattern.rows, pattern.cols))  # type: ignore[call-arg]
+    return kind.from_dense(weight)
+
+
+def prune_path(
+    block: nn.Module,
+    path: str,
+    eligible: Iterable[str],
+    activations: Activations,
+    recipe: Recipe,
+    *,
+    store_dtype: torch.dtype | None = None,
+    then_advance: bool = True,
+) -> list[LayerReport]:
+    """Prune the `eligible` layers (full names) of the block at `path`, in run order."""
+    prefix = f"{path}." if path else ""
+    names = [name.removeprefix(prefix) for name in eligible]
+    groups = [[name] for name in names]
+    if len(activations) > 1:
+        # Several windows: each group is one more forward, so layers that share an input share it.
+        hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
+        groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
+    return prune_block(
+        block,
+        groups,
+        activations,
+        recipe,
+        prefix=prefix,
+        store_dtype=store_dtype,
+        then_advance=then_advance,
+    )
+
+
+class BlockStream:
+    """Prunes the blocks of one model in order, writing a shard for each.
+
+    Args:
+        model: The skeleton, weights on the meta device.
+        source: Where its weights come from.
+        family: Where its parts are.
+        selection: What to prune.
+        recipe: How.
+        options: Device and sizes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: WeightSource,
+        family: Family,
+        selection: Selection,
+        recipe: Recipe,
+        options: SparsifyOptions,
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._family = family
+        self._selection = selection
+        self._recipe = recipe
+        self._device = options.device
+        self._outer = self._load_outer()
+
+    @torch.no_grad()
+    def run(
+        self,
+        calibration: list[Tensor],
+        evaluation: dict[str, list[Tensor]],
+        writer: CheckpointWriter,
+        state: RunState,
+        clock: StepClock,
+    ) -> dict[str, tuple[Quality, Quality]]:
+        """Prune every block; return (dense, sparse) quality by text name."""
+        windows = [window for windows in evaluation.values() for window in windows]
+        calibrating = self._capture(self._batched(calibration))
+        dense, sparse = self._capture(windows), self._capture(windows)
+        for index, path in enumerate(self._selection.blocks):
+            block = self._model.get_submodule(path)
+            materialize(block, path, self._source, self._device, torch.float32)
+            advance(block, dense)
+            if state.is_done(index):
+                self._restore(block, path, writer, state.shard(index))
+                advance(block, calibrating)
+            else:
+                reports = self._prune(block, path, calibrating)
+                state.add(self._write(block, path, index, writer), reports, writer)
+            advance(block, sparse)
+            clock.step(path, timed=not state.was_resumed(index))
+            dematerialize(block)
+        self._write_outer(writer)
+        scores = zip(self._scores(dense, windows), self._scores(sparse, windows), strict=True)
+        return _by_text(evaluation, list(scores))
+
+    def _load_outer(self) -> list[str]:
+        """Load everything outside the blocks: embedding, final norm, head."""
+        inside = tuple(f"{path}." for path in self._selection.blocks)
+        stored, outer = set(self._source.names()), []
+        for name, module in self._model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if not own or f"{name}.".startswith(inside):
+                continue
+            names = [f"{name}.{leaf}" for leaf in own]
+            if all(full in stored for full in names):
+                for leaf, full in zip(own, names, strict=True):
+                    weight = self._source.load(full).to(self._device, torch.float32)
+                    setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+                outer += names
+        self._model.tie_weights()
+        return outer
+
+    def _capture(self, windows: list[Tensor]) -> Activations:
+        first = self._model.get_submodule(self._selection.blocks[0])
+        placed = [window.to(self._device) for window in windows]
+        return capture_inputs(lambda window: self._model(window, use_cache=False), first, placed)
+
+    def _batched(self, windows: list[Tensor]) -> list[Tensor]:
+        """All windows as one batch where their activations fit: one forward prunes a block."""
+        block = self._model.get_submodule(self._selection.blocks[0])
+        widths = sum(layer.out_features for layer in _linears(block))
+        needed = sum(window.numel() for window in windows) * widths * torch.float32.itemsize
+        return [torch.cat(windows)] if needed <= _BATCH_BYTES else windows
+
+    def _prune(self, block: nn.Module, path: str, activations: Activations) -> list[LayerReport]:
+        """Prune the layers of a block and move the activations behind it."""
+        return prune_path(
+            block,
+            path,
+            self._selection.eligible.get(path, ()),
+            activations,
+            self._recipe,
+            store_dtype=self._source.dtype,
+        )
+
+    def _write(
+        self, block: nn.Module, path: str, index: int, writer: CheckpointWriter
+    ) -> tuple[str, dict[str, Any]]:
+        """Pack a pruned block into its shard; return the shard and the entries of its layers."""
+        tensors: dict[str, Tensor] = {}
+        entries: dict[str, Any] = {}
+        sparse = set(self._selection.eligible.get(path, ()))
+        for name, parameter in block.named_parameters():
+            full = f"{path}.{name}"
+            module = full.removesuffix(".weight")
+            if full.endswith(".weight") and module in sparse:
+                matrix = pack(parameter.to(self._source.dtype), self._recipe.parsed_pattern)
+                entries[module] = asdict(ModuleEntry.of(matrix))
+                tensors |= {f"{module}.{part}": value for part, value in matrix.parts().items()}
+            else:
+                tensors[full] = parameter.to(self._source.dtype)
+        shard = _shard_name(index, len(self._selection.blocks) + 1)
+        writer.write_shard(shard, tensors)
+        return shard, entries
+
+    def _restore(
+        self, block: nn.Module, path: str, writer: CheckpointWriter, shard: RunState.Shard
+    ) -> None:
+        """Put the weights that an interrupted run has pruned back into `block`."""
+        tensors = read_tensors(writer.partial / shard.file)
+        for module, entry in shard.entries.items():
+            matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
+            linear = block.get_submodule(module.removeprefix(f"{path}."))
+            assert isinstance(linear, nn.Linear)
+            linear.weight.data.copy_(matrix.to_dense())
+
+    def _write_outer(self, writer: CheckpointWriter) -> None:
+        total = len(self._selection.blocks) + 1
+        tensors = {name: self._source.load(name) for name in self._outer}
+        writer.write_shard(_shard_name(total - 1, total), tensors)
+
+    def _scores(self, activations: Activations, windows: list[Tensor]) -> Iterator[Quality]:
+        """Quality on each window, from the hidden states behind the last block."""
+        norm = self._model.get_submodule(self._family.final_norm)
+        head: Callable[[Tensor], Tensor] = self._model.get_submodule(self._family.head)
+        for hidden, window in zip(activations.hidden, windows, strict=True):
+            quality = Quality()
+            quality.add(head(norm(hidden)), window)
+            yield quality
+
+
+def _linears(block: nn.Module) -> list[nn.Linear]:
+    return [module for module in block.modules() if isinstance(module, nn.Linear)]
+
+
+def _by_text(
+    evaluation: dict[str, list[Tensor]], scores: list[tuple[Quality, Quality]]
+) -> dict[str, tuple[Quality, Quality]]:
+    result, first = {}, 0
+    for name, windows in evaluation.items():
+        mine = scores[first : first + len(windows)]
+        first += len(windows)
+        result[name] = (Quality.sum(d for d, _ in mine), Quality.sum(s for _, s in mine))
+    return result
+
+
+def _shard_name(index: int, total: int) -> str:
+    return f"model-{index + 1:05d}-of-{total:05d}.safetensors"

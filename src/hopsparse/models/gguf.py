@@ -1,0 +1,162 @@
+"""Dense weights out of a GGUF file, one tensor at a time."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, UnsupportedError
+from ._family import Family
+from .rules import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+class GGUFSource:
+    """A GGUF file of the Llama or Qwen family, dequantised to bfloat16.
+
+    Args:
+        path: The .gguf file.
+        name: What reports call the model.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        UnsupportedError: Its architecture or a tensor type cannot be read.
+    """
+
+    dtype = torch.bfloat16
+
+    def __init__(self, path: Path, name: str) -> None:
+        from gguf import GGUFReader
+
+        self.name = name
+        self._path = path
+        try:
+            self._reader = GGUFReader(path)
+            field = self._reader.fields["general.architecture"]
+            self._architecture = bytes(field.parts[field.data[0]]).decode()
+        except (ValueError, KeyError, IndexError, OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as GGUF ({error})",
+                need="a complete GGUF file, version 2 or 3",
+                hint="download it again",
+            ) from error
+        self._family = _family_of(self._architecture, path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._check_types()
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The HF configuration that transformers derives from the file's fields."""
+        from transformers import AutoConfig
+
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            self._path.parent, gguf_file=self._path.name
+        )
+        config.tie_word_embeddings = "output.weight" not in self._tensors
+        config.dtype = self.dtype
+        return config
+
+    def names(self) -> list[str]:
+        """HF names of all tensors."""
+        return sorted(self._hf_names)
+
+    def load(self, name: str) -> Tensor:
+        """Dequantise one tensor to bfloat16."""
+        from gguf.quants import dequantize
+
+        stored = self._hf_names.get(name)
+        if stored is None:
+            raise CheckpointError(
+                f"{self._path} holds no tensor for {name!r}",
+                need=f"every weight of a {self._family.name} model",
+                hint="check that the file is a whole model and no adapter",
+            )
+        tensor = self._tensors[stored]
+        # A copy: unquantised tensors are views of the read-only file mapping.
+        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        if self._family.gguf_interleaves_rotary:
+            if name.endswith(("q_proj.weight", "q_proj.bias")):
+                weight = _halve_rotary(weight, self.config.num_attention_heads)
+            elif name.endswith(("k_proj.weight", "k_proj.bias")):
+                weight = _halve_rotary(weight, self.config.num_key_value_heads)
+        return weight.to(self.dtype)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer stored in the file."""
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            self._path.parent, gguf_file=self._path.name
+        )
+        return tokenizer
+
+    def save_extras(self, folder: Path) -> None:
+        """Write the tokenizer in HF form."""
+        self.tokenizer().save_pretrained(folder)
+
+    def identity(self) -> dict[str, Any]:
+        """Path, size and time of the file."""
+        status = self._path.stat()
+        return {
+            "file": str(self._path.resolve()),
+            "bytes": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
+        }
+
+    @cached_property
+    def _hf_names(self) -> dict[str, str]:
+        """HF tensor name -> GGUF tensor name."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+        from transformers import AutoModelForCausalLM
+
+        arch = next(key for key, text in MODEL_ARCH_NAMES.items() if text == self._architecture)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        table = get_tensor_name_map(arch, self.config.num_hidden_layers)
+        names = {}
+        for name in model.state_dict():
+            base, _, suffix = name.rpartition(".")
+            stored = f"{table.get_name(base)}.{suffix}"
+            if stored in self._tensors:
+                names[name] = stored
+        return names
+
+    def _check_types(self) -> None:
+        """Dequantise one row of each type now, so that a bad type fails before any work."""
+        from gguf.quants import dequantize
+
+        one_of_each = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
+        for kind, tensor in one_of_each.items():
+            try:
+                dequantize(tensor.data[:1], kind)
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"tensor {tensor.name} of {self._path} has type {kind.name}",
+                    need="a type that the gguf package can dequantise (F16, Q4_1, Q8_0, ...)",
+                    hint="convert the model to F16, BF16 or Q8_0",
+                ) from error
+
+
+def _family_of(architecture: str, path: Path) -> Family:
+    for family in FAMILIES:
+        if architecture in family.gguf_architectures:
+            return family
+    known = sorted(name for family in FAMILIES for name in family.gguf_architectures)
+    raise UnsupportedError(
+        f"{path} holds a model of architecture {architecture!r}",
+        need=f"one of {', '.join(known)}",
+        hint="convert it to an HF folder and load that",
+    )
+
+
+def _halve_rotary(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from (re, im, re, im, ...) to (re, re, ..., im, im, ...)."""
+    rows = weight.view(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return rows.transpose(1, 2).reshape(weight.shape)

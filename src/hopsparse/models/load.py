@@ -1,0 +1,168 @@
+"""`hopsparse.load`: a checkpoint folder to a model, with transformers or into any module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, CheckpointError, UnsupportedError
+from ..formats import FORMATS
+from ..nn import SparseLinear
+from ..ops import COMPUTE_DTYPES
+from ._layers import check_stored, make_sparse, require_sparse, stored_specs
+from .checkpoint import CheckpointReader, SparseConfig
+from .register import register
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def load(
+    path: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    into: _Module | None = None,
+) -> nn.Module:
+    """Load a sparse checkpoint.
+
+    Args:
+        path: The folder that `hopsparse sparsify` wrote.
+        device: Where the weights go.
+        dtype: Of all float weights; as stored when None.
+        into: A model of the right architecture, whose weights may be on the meta device. Its
+            layers are replaced and filled in place; transformers is not needed.
+
+    Returns:
+        `into`, or a transformers model in evaluation mode.
+
+    Raises:
+        CheckpointError: The folder is missing, damaged, too new, dense, or does not fit `into`.
+        ArgumentError: The dtype is not one that sparse weights can have.
+        UnsupportedError: transformers is needed and not installed.
+
+    Example:
+        >>> load("no/such/folder")
+        Traceback (most recent call last):
+        hopsparse.errors.CheckpointError: no/such/folder is no folder. Required: a checkpoint ...
+    """
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise ArgumentError(
+            f"dtype {dtype}", need="float32, bfloat16 or float16", hint="torch.bfloat16"
+        )
+    with CheckpointReader(path) as reader:
+        sparse = require_sparse(reader)
+        check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
+        if into is not None:
+            return _fill(into, reader, sparse, torch.device(device), dtype)
+        architectures = reader.config.get("architectures") or ["AutoModelForCausalLM"]
+    return _from_pretrained(Path(path), architectures[0], torch.device(device), dtype)
+
+
+def _from_pretrained(
+    path: Path, architecture: str, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    register()
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path} holds a model of class {architecture}, and transformers is not installed",
+            need="transformers, or a model to load into",
+            hint='pip install "hopsparse[models]", or hopsparse.load(path, into=model)',
+        ) from error
+    kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    # A device map needs accelerate; the CPU needs neither.
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}
+    model: nn.Module = kind.from_pretrained(
+        path, dtype="auto" if dtype is None else dtype, local_files_only=True, **placed
+    )
+    return model
+
+
+def _fill(
+    model: _Module,
+    reader: CheckpointReader,
+    sparse: SparseConfig,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> _Module:
+    """Check that everything fits, then replace layers and read a tensor at a time."""
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie):
+        # accelerate's empty weights lose the sharing that the constructor set up.
+        tie()
+    _check_fit(model, reader, sparse)
+    layers = make_sparse(model, sparse.modules)
+    # Tensors shared by several names, such as tied embeddings, stay shared.
+    filled: dict[int, nn.Parameter] = {}
+    stored = set(reader.names())
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name in stored and id(parameter) not in filled:
+            tensor = _placed(reader.load(name), device, dtype)
+            filled[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        _assign(model, name, filled[id(parameter)])
+    for name, _ in list(model.named_buffers()):
+        if name in stored:
+            # Buffers keep the dtype they have on disk; a layer is cast as a whole below.
+            _assign(model, name, _placed(reader.load(name), device, None))
+    for name in layers:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, SparseLinear)
+        if dtype is not None and layer.values_dtype != dtype:
+            layer.to(dtype)
+    return model.to(device)
+
+
+def _check_fit(model: nn.Module, reader: CheckpointReader, sparse: SparseConfig) -> None:
+    """Refuse a model with weights that are not stored, or the other way round."""
+    stored = set(reader.names())
+    parts = {
+        f"{module}.{part}"
+        for module, entry in sparse.modules.items()
+        for part in FORMATS[entry.format].PARTS
+    }
+    state = model.state_dict(keep_vars=True)
+    present = {id(tensor) for name, tensor in state.items() if name in stored}
+    weights = {f"{module}.weight" for module in sparse.modules}
+    missing = [
+        name
+        for name, tensor in state.items()
+        if name not in stored and name not in weights and id(tensor) not in present
+    ]
+    unexpected = sorted(stored - parts - state.keys())
+    for names, got in ((missing, "the checkpoint lacks"), (unexpected, "the model lacks")):
+        if names:
+            raise CheckpointError(
+                f"{got} {', '.join(names[:3])}" + (" and others" if len(names) > 3 else ""),
+                need=f"the same weights in both ({type(model).__name__})",
+                hint="build the model that the checkpoint was made from",
+            )
+    for name, tensor in state.items():
+        if name in stored and tensor.shape != reader.load(name).shape:
+            raise CheckpointError(
+                f"{name} is stored as {list(reader.load(name).shape)}",
+                need=f"{list(tensor.shape)} for {type(model).__name__}",
+                hint="build the model that the checkpoint was made from",
+            )
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in state]
+    if lost:
+        raise CheckpointError(
+            f"buffers {', '.join(lost[:3])} are on the meta device and not stored",
+            need="a model whose non-persistent buffers are real",
+            hint="accelerate.init_empty_weights(include_buffers=False) around its construction",
+        )
+
+
+def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and tensor.dtype in COMPUTE_DTYPES else tensor.dtype
+    # A copy in any case: a view of the file would break when the file is replaced.
+    return tensor.to(device, wanted, copy=True)
+
+
+def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, child = name.rpartition(".")
+    setattr(model.get_submodule(owner), child, value)

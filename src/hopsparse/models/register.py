@@ -1,0 +1,31 @@
+"""Makes transformers know our checkpoints, without importing or patching it.
+
+transformers has a registry for quantisation methods; ours is entered when transformers is
+imported, before or after hopsparse. Until then this costs a dictionary entry.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import wrapt
+
+_REGISTRY = "transformers.quantizers.auto"
+_hooked = False
+
+
+def register() -> None:
+    """Enter the method "hopsparse" as soon as transformers is imported; safe to call again."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        wrapt.register_post_import_hook(_enter, _REGISTRY)
+
+
+def _enter(registry: ModuleType) -> None:
+    # Imported here: the module derives from classes of transformers.
+    from .checkpoint import QUANT_METHOD
+    from .quantizer import HopsparseConfig, HopsparseQuantizer
+
+    registry.register_quantization_config(QUANT_METHOD)(HopsparseConfig)
+    registry.register_quantizer(QUANT_METHOD)(HopsparseQuantizer)

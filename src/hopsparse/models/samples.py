@@ -1,0 +1,66 @@
+"""Short texts from the dense and the sparse model, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ._files import read_tensors
+from ._resume import RunState
+from .checkpoint import ModuleEntry
+from .source import WeightSource, materialize_all, skeleton
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPTS = (
+    "The capital of France is",
+    "In the beginning",
+    "To make a cup of tea, first",
+)
+_NEW_TOKENS = 32
+
+
+@torch.inference_mode()
+def generate_pair(
+    source: WeightSource, state: RunState, folder: Path, device: str
+) -> list[dict[str, str]]:
+    """Greedy continuations of a few prompts by both models.
+
+    Args:
+        source: The dense model.
+        state: The finished blocks, whose shards lie in `folder`.
+        folder: Where the shards are.
+        device: Where to run.
+    """
+    tokenizer = source.tokenizer()
+    model = skeleton(source)
+    materialize_all(model, source, device, torch.float32)
+    dense = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
+    for shard in state.shards:
+        tensors = read_tensors(folder / shard.file)
+        for module, entry in shard.entries.items():
+            matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
+            linear = model.get_submodule(module)
+            assert isinstance(linear, nn.Linear)
+            linear.weight.copy_(matrix.to_dense())
+    sparse = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
+    return [
+        {"prompt": prompt, "dense": before, "sparse": after}
+        for prompt, before, after in zip(PROMPTS, dense, sparse, strict=True)
+    ]
+
+
+def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    output = model.generate(
+        **inputs,
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))

@@ -1,0 +1,332 @@
+"""The `sparse-24-bitmask` checkpoints of compressed-tensors, which dropped the format after 0.14.
+
+A weight NAME.weight [R, C] is stored as NAME.shape int64 [2, 1], NAME.compressed [R, C / 2] (the
+kept values of each group of 4, in order) and NAME.bitmask uint8 [R, ceil(C / 8)] (bit i of byte j
+is column 8j + i). Exactly two bits a group are set: groups with fewer non-zeros store zeros too.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, FormatError, UnsupportedError
+from ..formats import FORMATS, NM, Bitmask
+from ..formats._base import nonzero_mask
+from ..formats.bitmask import pack_bits
+from ..ops import COMPUTE_DTYPES
+from ._layers import require_sparse, stored_specs
+from .checkpoint import INDEX_NAME, CheckpointReader, CheckpointWriter, ModuleEntry, SparseConfig
+
+_METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
+_PARTS = ("shape", "compressed", "bitmask")
+_VERSION = "0.14.0"
+_COPIED = {".json", ".txt", ".model", ".jinja"}
+# Two-dimensional weights that are no nn.Linear, or that no pattern was meant for.
+_TABLES = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|shared|lm_head)$")
+# Tensors that only quantised checkpoints have.
+_QUANTIZED = re.compile(
+    r"\.(weight_packed|weight_scale|weight_zero_point|input_scale|weight_g_idx)$"
+)
+
+# Which two columns of a group are stored, by the 4-bit mask of its non-zeros. compressed-tensors
+# takes the top 2 of |w| in torch.topk, whose ties fall like this (0.14.0 with torch 2.13, CPU).
+_PADDED = {0b0000: (2, 3), 0b0001: (0, 2), 0b0010: (1, 3), 0b0100: (2, 3), 0b1000: (2, 3)}
+_PAIRS = torch.tensor(
+    [
+        _PADDED.get(mask, ([bit for bit in range(4) if mask >> bit & 1] + [3, 3])[:2])
+        for mask in range(16)
+    ]
+)
+
+
+def import_sparse24(
+    folder: Path | str, out: Path | str, *, overwrite: bool = False
+) -> SparseConfig:
+    """Read a compressed-tensors checkpoint of a 2:4 model and write ours, bit for bit.
+
+    Both storage forms are read: `sparse-24-bitmask`, and `dense`, where each weight that obeys
+    2:4 is packed and the others are kept dense, with the reason under `kept_dense`.
+
+    Args:
+        folder: HF folder whose config carries a `sparsity_config`.
+        out: Folder to make.
+        overwrite: Replace an existing hopsparse checkpoint.
+
+    Returns:
+        What was packed and what was kept dense.
+
+    Raises:
+        CheckpointError: The folder is missing or damaged, or carries no `sparsity_config`.
+        UnsupportedError: The weights are also quantised, in another format, or none obeys 2:4.
+
+    Example:
+        >>> import_sparse24("no/such/folder", "out")
+        Traceback (most recent call last):
+        hopsparse.errors.CheckpointError: no/such/folder is no folder. Required: a checkpoint ...
+    """
+    with CheckpointReader(folder) as reader:
+        sparsity = _sparsity_config(reader)
+        sparse = SparseConfig(_PATTERN, "imported", {}, {})
+        with _all_or_nothing(out, overwrite) as writer:
+            for shard in reader.shards():
+                names = sorted(stored_specs([reader.folder / shard]))
+                writer.write_shard(shard, _import_tensors(reader, names, sparsity, sparse))
+            if not sparse.modules:
+                raise _nothing_packed(reader, sparse.kept_dense)
+            _copy_extras(reader.folder, writer)
+            config = {k: v for k, v in reader.config.items() if k != "compression_config"}
+            writer.commit(config | {"quantization_config": sparse.to_json()})
+    return sparse
+
+
+def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
+    """Write a hopsparse checkpoint as `sparse-24-bitmask`, as compressed-tensors 0.14.0 does.
+
+    Args:
+        folder: A hopsparse checkpoint.
+        out: Folder to make.
+
+    Returns:
+        Why each sparse module that does not obey 2:4 was written dense, by name.
+
+    Raises:
+        CheckpointError: The folder is missing or damaged, or no hopsparse checkpoint.
+        UnsupportedError: Values are 8-bit.
+
+    Example:
+        >>> export_sparse24("no/such/folder", "out")
+        Traceback (most recent call last):
+        hopsparse.errors.CheckpointError: no/such/folder is no folder. Required: a checkpoint ...
+    """
+    dense_again: dict[str, str] = {}
+    zeros: list[tuple[int, int]] = []
+    with CheckpointReader(folder) as reader:
+        sparse = require_sparse(reader)
+        with _all_or_nothing(out) as writer:
+            for shard in reader.shards():
+                tensors: dict[str, Tensor] = {}
+                for name in sorted(stored_specs([reader.folder / shard])):
+                    module, _, part = name.rpartition(".")
+                    if module not in sparse.modules or part == "bias":
+                        tensors[name] = reader.load(name)
+                    elif part == FORMATS[sparse.modules[module].format].VALUES:
+                        tensors |= _export_module(reader, module, dense_again, zeros)
+                writer.write_shard(shard, tensors)
+            _copy_extras(reader.folder, writer)
+            sparsity = {
+                "format": _FORMAT,
+                "targets": ["Linear"],
+                "ignore": sorted({*sparse.kept_dense, *dense_again}),
+                "global_sparsity": sum(z for z, _ in zeros) / max(1, sum(n for _, n in zeros)),
+                "sparsity_structure": _PATTERN,
+            }
+            section = {"quant_method": _METHOD, "version": _VERSION, "sparsity_config": sparsity}
+            writer.commit(reader.config | {"quantization_config": section})
+    return dense_again
+
+
+def compress(weight: Tensor) -> dict[str, Tensor]:
+    """The three tensors of `sparse-24-bitmask` for a weight [R, C] that obeys 2:4.
+
+    Raises:
+        FormatError: A group holds more than two non-zeros, or C is no multiple of 4.
+
+    Example:
+        >>> compress(torch.tensor([[0.0, 9, 0, 0, 0, 0, 0, 0]]))["bitmask"].item()
+        202
+    """
+    rows, cols = weight.shape
+    if cols % 4:
+        raise FormatError(f"{cols} columns", need="a multiple of 4", hint="keep the weight dense")
+    groups, live = (t.view(rows, -1, 4) for t in (weight.contiguous(), nonzero_mask(weight)))
+    full = (live.sum(-1) > 2).nonzero()
+    if full.numel():
+        row, group = full[0].tolist()
+        raise FormatError(
+            f"row {row}, group {group} holds {int(live[row, group].sum())} non-zeros",
+            need="at most 2 in every 4 columns",
+            hint="keep the weight dense",
+        )
+    code = (live * torch.tensor([1, 2, 4, 8], dtype=torch.uint8)).sum(-1)
+    pair = _PAIRS[code]
+    stored = torch.zeros_like(live).scatter_(-1, pair, True)
+    return {
+        "shape": torch.tensor([[rows], [cols]]),
+        "compressed": groups.gather(-1, pair).view(rows, cols // 2),
+        "bitmask": pack_bits(stored.view(rows, cols)),
+    }
+
+
+@contextmanager
+def _all_or_nothing(out: Path | str, overwrite: bool = False) -> Iterator[CheckpointWriter]:
+    """A writer whose partial folder goes too when the conversion fails: it is quick to repeat."""
+    with CheckpointWriter(out, overwrite=overwrite) as writer:
+        try:
+            yield writer
+        except BaseException:
+            shutil.rmtree(writer.partial, ignore_errors=True)
+            raise
+
+
+def _import_tensors(
+    reader: CheckpointReader, names: list[str], sparsity: Mapping[str, Any], sparse: SparseConfig
+) -> dict[str, Tensor]:
+    """The tensors of one shard in our form; what was found out is entered in `sparse`."""
+    stored = set(reader.names())
+    ignored = [str(entry) for entry in sparsity.get("ignore") or ()]
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        module, _, part = name.rpartition(".")
+        if part in _PARTS and f"{module}.bitmask" in stored:
+            # Parts may lie in different shards: the mask speaks for all three.
+            found = _packed(reader, module) if part == "bitmask" else ""
+        else:
+            tensors[name] = reader.load(name)
+            found = _pack_dense(name, tensors[name], sparsity["format"], ignored)
+        if isinstance(found, NM):
+            tensors.pop(name, None)
+            tensors |= {f"{module}.{key}": tensor for key, tensor in found.parts().items()}
+            sparse.modules[module] = ModuleEntry.of(found)
+        elif found:
+            sparse.kept_dense[module] = found
+    return tensors
+
+
+def _export_module(
+    reader: CheckpointReader,
+    module: str,
+    dense_again: dict[str, str],
+    zeros: list[tuple[int, int]],
+) -> dict[str, Tensor]:
+    """The tensors of one sparse weight, compressed where it obeys 2:4."""
+    matrix = reader.matrix(module)
+    _check_dtype(module, matrix.dtype)
+    matrix.validate()
+    weight = matrix.to_dense()
+    try:
+        compressed = compress(weight)
+    except FormatError as error:
+        dense_again[module] = error.got
+        return {f"{module}.weight": weight}
+    zeros.append((weight.numel() - matrix.nnz, weight.numel()))
+    return {f"{module}.{key}": tensor for key, tensor in compressed.items()}
+
+
+def _packed(reader: CheckpointReader, module: str) -> NM:
+    """Read one weight of `sparse-24-bitmask` and pack it."""
+    shape, values, mask = (reader.load(f"{module}.{part}") for part in _PARTS)
+    _check_dtype(module, values.dtype)
+    size = shape.flatten().tolist()
+    try:
+        rows, cols = size
+        if tuple(values.shape) != (rows, cols // 2):
+            raise FormatError(
+                f"compressed {list(values.shape)}", need=f"[{rows}, {cols // 2}]", hint=""
+            )
+        matrix = Bitmask((rows, cols), values.flatten(), mask)
+        matrix.validate()
+        return NM.from_dense(matrix.to_dense())
+    except ValueError as error:  # FormatError is one.
+        got = error.got if isinstance(error, FormatError) else f"shape {size}"
+        raise CheckpointError(
+            f"{module} in {reader.folder} is damaged: {got}",
+            need=f"the parts of a {_FORMAT} weight",
+            hint="download the checkpoint again",
+        ) from error
+
+
+def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[str]) -> NM | str:
+    """Pack a dense weight that obeys 2:4, or say why it stays; "" for what no one expects to."""
+    module = name.removesuffix(".weight")
+    if module == name or tensor.ndim != 2:
+        return ""
+    if form == _FORMAT:
+        return "" if _TABLES.search(module) else "stored dense"
+    if any(_matches(entry, module) for entry in ignored):
+        return "ignored by its sparsity_config"
+    if _TABLES.search(module):
+        return ""
+    _check_dtype(module, tensor.dtype)
+    if tensor.shape[1] % 4:
+        return f"k = {tensor.shape[1]} is not a multiple of 4"
+    try:
+        return NM.from_dense(tensor)
+    except FormatError as error:
+        return error.got
+
+
+def _matches(entry: str, module: str) -> bool:
+    """Whether an entry of `ignore` names the module; `re:` marks a regular expression."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    return entry == module
+
+
+def _sparsity_config(reader: CheckpointReader) -> Mapping[str, Any]:
+    """The `sparsity_config` of a checkpoint, after refusing everything that is not plain 2:4."""
+    section: dict[str, Any] = (
+        # The second is the key of early versions.
+        reader.config.get("quantization_config") or reader.config.get("compression_config") or {}
+    )
+    sparsity = section.get("sparsity_config")
+    if not sparsity or section.get("quant_method", _METHOD) != _METHOD:
+        raise CheckpointError(
+            f"{reader.folder} carries no sparsity_config",
+            need=f"a quantization_config of method {_METHOD!r} with a sparsity_config",
+            hint="`hopsparse sparsify` makes a dense model sparse",
+        )
+    found = [
+        f"{key} = {section[key]!r:.60}"
+        for key in ("config_groups", "kv_cache_scheme", "transform_config")
+        if section.get(key)
+    ]
+    if section.get("format") not in (None, "dense", _FORMAT):
+        found.append(f"format = {section['format']!r}")
+    found += [name for name in reader.names() if _QUANTIZED.search(name)][:1]
+    if found:
+        raise UnsupportedError(
+            f"{reader.folder} is also quantised ({'; '.join(found)})",
+            need="plain float32, bfloat16 or float16 weights",
+            hint="the 2:4 checkpoint from before it was quantised",
+        )
+    if sparsity.get("format") not in ("dense", _FORMAT):
+        raise UnsupportedError(
+            f"{reader.folder} stores its weights as {sparsity.get('format')!r}",
+            need=f"dense or {_FORMAT}",
+            hint="decompress it with compressed-tensors 0.14.0",
+        )
+    return dict(sparsity)
+
+
+def _check_dtype(module: str, dtype: torch.dtype) -> None:
+    if dtype not in COMPUTE_DTYPES:
+        raise UnsupportedError(
+            f"{module} holds {dtype} values",
+            need="float32, bfloat16 or float16",
+            hint="the checkpoint from before it was quantised",
+        )
+
+
+def _nothing_packed(reader: CheckpointReader, kept: Mapping[str, str]) -> UnsupportedError:
+    reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
+    return UnsupportedError(
+        f"no weight of {reader.folder} obeys 2:4" + (f" ({reasons})" if reasons else ""),
+        need="at least one",
+        hint="`hopsparse sparsify` prunes it",
+    )
+
+
+def _copy_extras(folder: Path, writer: CheckpointWriter) -> None:
+    """Tokenizer, chat template and generation settings."""
+    for path in sorted(folder.iterdir()):
+        own = path.name in ("config.json", INDEX_NAME) or path.suffix not in _COPIED
+        if path.is_file() and not own:
+            writer.copy(path)

@@ -1,0 +1,165 @@
+"""Make a model sparse: one in memory, or a checkpoint on disk a block at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn import SparseLinear
+from ..prune import LayerReport, Recipe, capture_inputs
+from ._resume import STATE_NAME, RunState
+from ._stream import BlockStream, pack, prune_path
+from ._summary import (
+    count_parameters,
+    peak_memory_bytes,
+    quality_rows,
+    repeat_command,
+    sparse_config,
+    summarize,
+)
+from .checkpoint import CheckpointWriter
+from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
+from .rules import family_of, find_blocks, replace_module, select
+from .samples import generate_pair
+from .source import open_source, skeleton
+from .text import Texts
+
+REPORT_NAME = "report.json"
+# Samples hold two whole models in memory: only for models of which that is no burden.
+_SAMPLES_MAX_PARAMETERS = 2_000_000_000
+
+
+def sparsify(
+    model: nn.Module,
+    recipe: Recipe | str = "2:4",
+    calibration: Iterable[Any] = (),
+    *,
+    progress: ProgressCallback = lambda _: None,
+) -> list[LayerReport]:
+    """Prune the linear layers of a model in place and replace them by `SparseLinear`.
+
+    Args:
+        model: Any module. Its longest list of alike modules counts as its blocks and is walked a
+            block at a time, so that later blocks are calibrated behind pruned ones; a model
+            without such a list is one block.
+        recipe: How to prune; a pattern such as "2:4" stands for `Recipe(pattern)`.
+        calibration: Inputs for `model(...)`: tensors, tuples of arguments, or mappings of keyword
+            arguments. Not needed for magnitude pruning.
+        progress: Called after each block.
+
+    Returns:
+        One report for each pruned layer, in run order.
+
+    Raises:
+        UnsupportedError: No layer can be pruned to the pattern.
+        CalibrationError: Inputs are missing or not finite.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+        >>> reports = sparsify(mlp, "2:4", [torch.randn(32, 64) for _ in range(4)])
+        >>> mlp[0].matrix.pattern
+        NMPattern(n=2, m=4)
+    """
+    chosen = Recipe(pattern=recipe) if isinstance(recipe, str) else recipe
+    selection = select(model, find_blocks(model), chosen.parsed_pattern, chosen.keep)
+    was_training = model.training
+    model.eval()
+    reports: list[LayerReport] = []
+    clock = StepClock("prune", len(selection.blocks), progress)
+    with torch.no_grad():
+        first = model.get_submodule(selection.blocks[0])
+        activations = capture_inputs(lambda item: _call(model, item), first, list(calibration))
+        for path in selection.blocks:
+            names = selection.eligible.get(path, ())
+            more = path != selection.blocks[-1]
+            block = model.get_submodule(path)
+            reports += prune_path(block, path, names, activations, chosen, then_advance=more)
+            for name in names:
+                replace_module(model, name, lambda old: _sparse(old, chosen))
+            clock.step(path or type(model).__name__)
+    model.train(was_training)
+    return reports
+
+
+def sparsify_checkpoint(
+    model: str,
+    out: Path | str,
+    recipe: Recipe,
+    *,
+    options: SparsifyOptions = SparsifyOptions(),  # noqa: B008
+    progress: ProgressCallback = lambda _: None,
+) -> dict[str, Any]:
+    """Read a dense model, prune it a block at a time, and write a sparse checkpoint.
+
+    Args:
+        model: A local HF folder, a .gguf file, or a packaged model such as "smollm2-135m".
+        out: Folder to make; it appears when it is complete. Until then OUT.partial holds what is
+            finished, block by block.
+        recipe: How to prune.
+        options: Texts, sizes, device, resume and overwrite.
+        progress: Called after each block and at each later phase.
+
+    Returns:
+        The report that is also written as OUT/report.json.
+
+    Raises:
+        CheckpointError: The model cannot be read, or OUT cannot be written.
+        CalibrationError: A text cannot be used.
+        UnsupportedError: The architecture is unknown, or no layer can be pruned.
+    """
+    started = time.monotonic()
+    source = open_source(model)
+    family = family_of(source.config.model_type)
+    network = skeleton(source)
+    blocks = find_blocks(network)
+    selection = select(network, blocks, recipe.parsed_pattern, recipe.keep)
+    texts = Texts.read(source.tokenizer(), recipe.seed, options)
+    identity = {
+        "model": source.identity(),
+        "recipe": recipe.to_json(),
+        "calibration": texts.digest(),
+        "device": options.device,
+    }
+    with CheckpointWriter(out, overwrite=options.overwrite, resume=options.resume) as writer:
+        state = RunState.resume(writer, identity) if options.resume else RunState(identity)
+        stream = BlockStream(network, source, family, selection, recipe, options)
+        clock = StepClock("prune", len(blocks), progress)
+        quality = stream.run(texts.calibration, texts.evaluation, writer, state, clock)
+        samples = []
+        if options.samples and count_parameters(network) <= _SAMPLES_MAX_PARAMETERS:
+            progress(Progress("samples", 0, 1, "generating samples", None))
+            samples = generate_pair(source, state, writer.partial, options.device)
+        progress(Progress("write", 0, 1, "writing the checkpoint", None))
+        report = summarize(network, family, recipe, selection, state)
+        report |= {
+            "command": repeat_command(model, Path(out), recipe, options),
+            "calibration": texts.summary(),
+            "evaluation": quality_rows(quality),
+            "samples": samples,
+            "seconds": {"total": round(time.monotonic() - started, 1)},
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        report["model"]["name"] = source.name
+        source.save_extras(writer.partial)
+        writer.write_json(REPORT_NAME, report)
+        writer.remove(STATE_NAME)
+        config = source.config.to_dict()
+        config["quantization_config"] = sparse_config(recipe, selection, state).to_json()
+        writer.commit(config)
+    return report
+
+
+def _call(model: nn.Module, item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return model(**item)
+    return model(*item) if isinstance(item, tuple) else model(item)
+
+
+def _sparse(linear: nn.Module, recipe: Recipe) -> SparseLinear:
+    assert isinstance(linear, nn.Linear)
+    return SparseLinear(pack(linear.weight.detach(), recipe.parsed_pattern), linear.bias)

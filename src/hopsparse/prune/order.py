@@ -1,0 +1,64 @@
+"""In which order the layers of a block run, and which of them see the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .statistics import layer_input, tensor_version
+
+
+def trace_groups(
+    block: nn.Module, names: Sequence[str], call: Callable[[], object]
+) -> list[list[str]]:
+    """Run `block` once and group its layers by the input they share, in run order.
+
+    Args:
+        block: Any module.
+        names: The layers of interest, relative to the block.
+        call: Runs the block on some input.
+
+    Returns:
+        Groups of names, such as q, k and v; then o; then gate and up; then down. A layer that was
+        not called is in a last group of its own.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> trace_groups(mlp, ["2", "0"], lambda: mlp(torch.zeros(1, 4)))
+        [['0'], ['2']]
+    """
+    groups: list[list[str]] = []
+    # Inputs are kept alive while tracing, so that an identity is not given out twice.
+    seen: list[tuple[Any, int]] = []
+    called: set[str] = set()
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in called:
+                return
+            called.add(name)
+            inputs = layer_input(args, kwargs)
+            version = tensor_version(inputs)
+            for index, (other, their_version) in enumerate(seen):
+                if other is inputs and their_version == version:
+                    groups[index].append(name)
+                    return
+            seen.append((inputs, version))
+            groups.append([name])
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(before(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return groups + [[name] for name in names if name not in called]
