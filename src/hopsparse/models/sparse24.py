@@ -29,8 +29,8 @@ _METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
 _PARTS = ("shape", "compressed", "bitmask")
 _VERSION = "0.14.0"
 _COPIED = {".json", ".txt", ".model", ".jinja"}
-# Two-dimensional weights that are no nn.Linear, or that no pattern was meant for.
-_TABLES = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|shared|lm_head)$")
+# Two-dimensional weights that are no nn.Linear.
+_TABLES = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|shared)$")
 # Tensors that only quantised checkpoints have.
 _QUANTIZED = re.compile(
     r"\.(weight_packed|weight_scale|weight_zero_point|input_scale|weight_g_idx)$"
@@ -246,14 +246,14 @@ def _packed(reader: CheckpointReader, module: str) -> NM:
 def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[str]) -> NM | str:
     """Pack a dense weight that obeys 2:4, or say why it stays; "" for what no one expects to."""
     module = name.removesuffix(".weight")
-    if module == name or tensor.ndim != 2:
+    if module == name or tensor.ndim != 2 or _TABLES.search(module):
         return ""
     if form == _FORMAT:
-        return "" if _TABLES.search(module) else "stored dense"
+        return "stored dense"
     if any(_matches(entry, module) for entry in ignored):
         return "ignored by its sparsity_config"
-    if _TABLES.search(module):
-        return ""
+    if module.rpartition(".")[2] == "lm_head":
+        return "outside the blocks"
     _check_dtype(module, tensor.dtype)
     if tensor.shape[1] % 4:
         return f"k = {tensor.shape[1]} is not a multiple of 4"

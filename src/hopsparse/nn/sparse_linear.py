@@ -182,7 +182,7 @@ class SparseLinear(nn.Module):
         device = x.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._run(x.to(self._dtype))
+                return self._run(x.to(self.values_dtype))
         return self._run(x)
 
     def extra_repr(self) -> str:
@@ -196,7 +196,8 @@ class SparseLinear(nn.Module):
         )
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def values_dtype(self) -> torch.dtype:
+        """Dtype of the kept values, which `x` must have."""
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
