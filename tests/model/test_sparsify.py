@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.tiny_models import save_model, tiny_llama, tiny_qwen3, write_text
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +21,7 @@ from hopsparse.models.options import Progress, SparsifyOptions
 from hopsparse.models.sparsify import sparsify, sparsify_checkpoint
 from hopsparse.nn import SparseLinear
 from hopsparse.prune import Recipe
+from tests.helpers.tiny_models import save_model, tiny_llama, tiny_qwen3, write_text
 
 PROJECTIONS = 7 * 3
 
@@ -71,10 +71,9 @@ def test_loaded_model_computes_what_was_measured(
     dense: Path, options: SparsifyOptions, tmp_path: Path
 ) -> None:
     """Perplexity of the reloaded model is the one in the report: nothing is lost on disk."""
-    from tests.helpers.tiny_models import byte_tokenizer
-
     from hopsparse.models.evaluate import evaluate
     from hopsparse.models.text import leading_windows, read_text
+    from tests.helpers.tiny_models import byte_tokenizer
 
     out = tmp_path / "out"
     report = sparsify_checkpoint(str(dense), out, Recipe("2:4"), options=options)
@@ -208,8 +207,8 @@ def test_layers_that_do_not_fit_stay_dense_and_are_named(
 
 
 def test_nothing_to_prune(dense: Path, options: SparsifyOptions, tmp_path: Path) -> None:
+    recipe = Recipe("2:4", keep=("*",))
     with pytest.raises(UnsupportedError, match="without any layer to prune"):
-        recipe = Recipe("2:4", keep=("*",))
         sparsify_checkpoint(str(dense), tmp_path / "out", recipe, options=options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "text.txt"]
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
+# The disk is full, the user's quota is used up, or a file may not grow any further.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 @contextmanager
 def _full_disk_named(path: Path) -> Iterator[None]:
@@ -24,13 +27,13 @@ def _full_disk_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _NO_ROOM:
             raise
-        raise _no_space(path) from error
+        raise _no_space(path, error) from error
     except SafetensorError as error:
-        if "No space left" not in str(error):
+        if not any(f"os error {code})" in str(error) for code in _NO_ROOM):
             raise
-        raise _no_space(path) from error
+        raise _no_space(path, error) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -130,9 +133,9 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def _no_space(path: Path) -> CheckpointError:
+def _no_space(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"no space left on the disk of {path.parent}",
+        f"no space left for {path} ({error})",
         need="room for the packed checkpoint; what is complete was kept",
         hint="free some space and run the same command with --resume",
     )

@@ -54,7 +54,7 @@ class ModuleEntry:
     def from_json(cls, module: str, value: Mapping[str, Any]) -> Self:
         """Read one entry of `quantization_config["modules"]`."""
         try:
-            rows, cols = value["shape"]
+            rows, cols = (_positive(side) for side in value["shape"])
             entry = cls(value["format"], (rows, cols), value["dtype"], dict(value["attributes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -129,6 +129,12 @@ class SparseConfig:
             "modules": {name: asdict(entry) for name, entry in self.modules.items()},
             "kept_dense": self.kept_dense,
         }
+
+
+def _positive(side: object) -> int:
+    if not isinstance(side, int) or side < 1:
+        raise ValueError(f"side {side!r}")
+    return side
 
 
 class CheckpointReader:

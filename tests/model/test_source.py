@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+
+from hopsparse.errors import CheckpointError, UnsupportedError
+from hopsparse.models.source import materialize_all, open_source, skeleton
+from tests.helpers.tiny_models import ALPHABET, save_model, tiny_llama, tiny_qwen3
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def interleave_rotary(weight: Tensor, heads: int) -> Tensor:
+    """What llama.cpp's converter does to the rows of q and k: two halves become pairs."""
+    size = weight.shape[0] // heads
+    order = [half * size // 2 + pair for pair in range(size // 2) for half in (0, 1)]
+    return weight.view(heads, size, -1)[:, order].reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    base = name.removesuffix(".weight")
+    if base.startswith("model.layers."):
+        _, _, index, rest = base.split(".", 3)
+        return f"blk.{index}.{NAMES[rest]}.weight"
+    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}[base] + ".weight"
+
+
+def write_gguf(path: Path, state: dict[str, Tensor], architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(ALPHABET) + 1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*ALPHABET, "<end>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(ALPHABET) + [gguf.TokenType.CONTROL])
+    writer.add_bos_token_id(len(ALPHABET))
+    writer.add_eos_token_id(len(ALPHABET))
+    for name, weight in state.items():
+        values = weight.float()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = interleave_rotary(values, 4 if "q_proj" in name else 2)
+        kind = np.float16 if values.ndim == 2 else np.float32
+        writer.add_tensor(gguf_name(name), values.numpy().astype(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def dense_state() -> dict[str, Tensor]:
+    """Weights that both bfloat16 and float16 hold exactly."""
+    state = tiny_llama().state_dict()
+    state.pop("lm_head.weight", None)
+    return {name: (weight * 64).round() / 64 for name, weight in state.items()}
+
+
+def test_folder_reads_the_stored_weights(tmp_path: Path) -> None:
+    model = tiny_qwen3()
+    source = open_source(str(save_model(model, tmp_path / "m")))
+    copy = skeleton(source)
+    assert all(weight.device.type == "meta" for weight in copy.parameters())
+    materialize_all(copy, source, "cpu", torch.bfloat16)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(copy.state_dict()[name], weight), name
+
+
+def test_gguf_reads_the_same_weights(tmp_path: Path) -> None:
+    state = dense_state()
+    source = open_source(str(write_gguf(tmp_path / "m.gguf", state)))
+    assert set(source.names()) >= set(state)
+    for name, weight in state.items():
+        assert torch.equal(source.load(name), weight), name
+
+
+def test_tied_head_follows_the_embedding(tmp_path: Path) -> None:
+    source = open_source(str(write_gguf(tmp_path / "m.gguf", dense_state())))
+    model = skeleton(source)
+    materialize_all(model, source, "cpu", torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_gguf_type_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType.Q8_1]
+    writer.add_tensor(
+        "token_embd.weight",
+        np.zeros((4, size * 32 // block), dtype=np.uint8),
+        raw_dtype=GGMLQuantizationType.Q8_1,
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match=r"token_embd.weight .* has type Q8_1"):
+        open_source(str(path))
+
+
+def test_gguf_of_another_architecture(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", dense_state(), architecture="mamba")
+    with pytest.raises(UnsupportedError, match="architecture 'mamba'.*llama"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 3000])
+def test_truncated_gguf(tmp_path: Path, keep: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", dense_state())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        open_source(str(path))
+
+
+def test_gguf_cut_inside_its_tensors(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", dense_state())
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        open_source(str(path))
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder, no .gguf file and no packaged model"):
+        open_source(str(tmp_path / "nothing"))
+
+
+def test_folder_of_pickles_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled .bin files are never loaded"):
+        open_source(str(folder))
+
+
+def test_weights_that_do_not_belong_to_the_config(tmp_path: Path) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    other = save_model(tiny_llama(intermediate_size=128), tmp_path / "n")
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    source = open_source(str(folder))
+    with pytest.raises(CheckpointError, match=r"shape \[128, 32\].*\[64, 32\]"):
+        materialize_all(skeleton(source), source, "cpu", torch.float32)
