@@ -68,7 +68,7 @@ def _layer(block: int, index: int, name: str, shape: tuple[int, int]) -> dict[st
         "density": 0.5,
         "bytes_dense": dense,
         "bytes_sparse": dense * 9 // 16,
-        "error": 0.06 + 0.18 * wave * (1 + block / 40),
+        "output_error": 0.06 + 0.18 * wave * (1 + block / 40),
         "seconds": 0.4,
         "note": "damping raised to 0.1" if (block, index) == (3, 6) else "",
     }

@@ -109,7 +109,7 @@ def test_same_report_gives_the_same_page(written: Path, tmp_path: Path) -> None:
 def test_least_report_renders(tmp_path: Path) -> None:
     report = example_report(blocks=1)
     report |= {"evaluation": [], "samples": [], "kept_dense": {}}
-    report["layers"] = [{**layer, "error": None} for layer in report["layers"]]
+    report["layers"] = [{**layer, "output_error": None} for layer in report["layers"]]
     text = read(write_report(report, tmp_path / "least.html")).text
     assert "evaluated no text" in text
     assert "Every linear layer became sparse" in text

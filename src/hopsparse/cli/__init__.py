@@ -1,1 +1,54 @@
-"""TBD"""
+"""The command line: one file a command, over the public API.
+
+Nothing heavy is imported until a command runs, so that `hopsparse --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .console import version
+from .convert import CONVERT
+from .doctor import DOCTOR
+from .inspect import INSPECT
+from .sparsify import SPARSIFY
+from .verify import VERIFY
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hopsparse",
+    no_args_is_help=True,
+    add_completion=False,
+    # Anything that is no HopsparseError is a bug: its traceback is shown as Python shows it.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _command in (DOCTOR, SPARSIFY, INSPECT, CONVERT, VERIFY):
+    app.command(_command.__name__)(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version())
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Sparse operators, formats and models for NVIDIA Hopper GPUs."""
+
+
+def main() -> None:
+    """Run the command line; the entry point `hopsparse`."""
+    app()

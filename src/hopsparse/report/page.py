@@ -49,12 +49,14 @@ def layer_errors(layers: Sequence[Mapping[str, Any]]) -> list[LayerError]:
     """Block, kind and error of each layer that has an error; names give block and kind."""
     errors = []
     for layer in layers:
-        if layer["error"] is None:
+        if layer["output_error"] is None:
             continue
         name = str(layer["name"])
         found = re.search(r"(?:^|\.)(\d+)\.", name)
         errors.append(
-            LayerError(int(found[1]) if found else 0, name.rpartition(".")[2], layer["error"])
+            LayerError(
+                int(found[1]) if found else 0, name.rpartition(".")[2], layer["output_error"]
+            )
         )
     return errors
 

@@ -1,0 +1,128 @@
+"""`hopsparse convert`: another storage format for a checkpoint or a file of matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import ArgumentError, CheckpointError
+from .console import bytes_text, print_json, stdout
+from .options import command
+from .stored import SPARSE24, kind_of
+
+if TYPE_CHECKING:
+    from .rewrite import Rewritten
+
+TARGETS = ("nm", "bsr", "csr", "csc", "hyb", "bitmask", "dense", SPARSE24)
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Options of `hopsparse convert`."""
+
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Checkpoint folder or .safetensors file.")
+    ]
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="Folder or file to make.")]
+    to: Annotated[str, typer.Option(help=", ".join(TARGETS) + ".")]
+    pattern: Annotated[
+        str | None, typer.Option(help="For nm: the N:M to pack. Nothing is ever pruned.")
+    ] = None
+    block: Annotated[str | None, typer.Option(metavar="RxC", help="For bsr: sides of a block.")] = (
+        None
+    )
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
+
+    def sides(self) -> tuple[int, int] | None:
+        """The block as two numbers.
+
+        Raises:
+            ArgumentError: It is no ROWSxCOLS.
+        """
+        if self.block is None:
+            return None
+        rows, cross, cols = self.block.partition("x")
+        if not (cross and rows.isdecimal() and cols.isdecimal()):
+            raise ArgumentError(f"block {self.block!r}", need="ROWSxCOLS", hint="--block 32x32")
+        return int(rows), int(cols)
+
+
+def run(options: Convert) -> None:
+    """Store the same weights in another format, exactly; nothing is pruned.
+
+    Reads hopsparse checkpoints, checkpoints in the sparse-24-bitmask layout of llm-compressor,
+    dense checkpoints whose weights already hold the zeros, and .safetensors files.
+    """
+    if options.to not in TARGETS:
+        raise ArgumentError(
+            f"--to {options.to!r}", need="one of " + ", ".join(TARGETS), hint="--to nm"
+        )
+    if (options.pattern and options.to != "nm") or (options.block and options.to != "bsr"):
+        raise ArgumentError(
+            f"--to {options.to} with --pattern or --block",
+            need="--pattern only with nm, --block only with bsr",
+            hint="leave the option out",
+        )
+    options.sides()
+    kind = kind_of(options.src)
+    if options.src.resolve() == options.out.resolve():
+        raise ArgumentError(
+            f"{options.out} as both source and result", need="another path", hint="another -o"
+        )
+    from .rewrite import rewrite_file, rewrite_folder
+
+    if kind in ("matrices", "tensors"):
+        _refuse_existing(options)
+        done = rewrite_file(options)
+    else:
+        done = rewrite_folder(options, kind)
+    before, after = _weight_bytes(options.src), _weight_bytes(options.out)
+    if options.json:
+        print_json(
+            {
+                "src": str(options.src),
+                "out": str(options.out),
+                "kind": kind,
+                "to": options.to,
+                "layers": done.layers,
+                "kept_dense": done.kept_dense,
+                "bytes_before": before,
+                "bytes_after": after,
+            }
+        )
+        return
+    _print(options, done, (before, after))
+
+
+def _print(options: Convert, done: Rewritten, size: tuple[int, int]) -> None:
+    console = stdout()
+    sizes = " -> ".join(bytes_text(count) for count in size)
+    told = f"{options.out}: {done.layers} matrices as {options.to}, {sizes}"
+    console.print(told, markup=False, soft_wrap=True)
+    for name, reason in done.kept_dense.items():
+        console.print(f"dense: {name}: {reason}", markup=False, soft_wrap=True)
+
+
+def _refuse_existing(options: Convert) -> None:
+    if options.out.exists() and not options.overwrite:
+        raise CheckpointError(
+            f"{options.out} exists", need="a new file", hint="another -o, or --overwrite"
+        )
+    if options.out.is_dir() or options.out.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{options.out} as the result of a .safetensors file",
+            need="a path that ends in .safetensors",
+            hint="-o " + options.out.with_suffix(".safetensors").name,
+        )
+
+
+def _weight_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
+
+
+CONVERT = command(Convert, run, name="convert")

@@ -1,0 +1,82 @@
+"""A command is a frozen dataclass of its options and a function that takes one.
+
+typer reads options from a function's parameters; a command with fifteen of them would hand
+fifteen arguments around. Here the dataclass is the signature: its fields carry the same
+`Annotated[..., typer.Option(...)]`, and the function gets one value.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+from ..errors import HopsparseError, VerificationError
+from .console import print_error
+
+Options = TypeVar("Options")
+
+USAGE_EXIT = 2
+FAILED_EXIT = 1
+INTERRUPTED_EXIT = 130
+
+
+def command(
+    options: type[Options], run: Callable[[Options], None], *, name: str
+) -> Callable[..., None]:
+    """Build what `typer.Typer.command` registers; its help is the docstring of `run`.
+
+    A HopsparseError ends the process with its three parts on standard error, and, if the options
+    have a true `json`, as one JSON object on standard output. Other exceptions pass through.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Greet:
+        ...     whom: str
+        >>> def greet(options: Greet) -> None:
+        ...     print("hello", options.whom)
+        >>> command(Greet, greet, name="greet")(whom="you")
+        hello you
+    """
+
+    def shell(**values: Any) -> None:
+        chosen = options(**values)
+        try:
+            run(chosen)
+        except HopsparseError as error:
+            print_error(error)
+            if getattr(chosen, "json", False):
+                typer.echo(json.dumps({"error": error_json(error)}, indent=2))
+            failed = isinstance(error, VerificationError)
+            raise typer.Exit(FAILED_EXIT if failed else USAGE_EXIT) from None
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+    shell.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    shell.__annotations__ = hints
+    shell.__doc__ = run.__doc__
+    shell.__name__ = name
+    return shell
+
+
+def error_json(error: HopsparseError) -> dict[str, str]:
+    """The error as tools read it."""
+    return {
+        "kind": type(error).__name__,
+        "got": error.got,
+        "need": error.need,
+        "try": error.hint,
+    }

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hopsparse.report
+from tests.cli.conftest import SMALL, Run, start
+
+
+def test_json_is_the_report_with_predictions(sparse_json: dict[str, Any]) -> None:
+    assert sparse_json["schema"] == 1
+    assert len(sparse_json["layers"]) == 14
+    assert {layer["format"] for layer in sparse_json["layers"]} == {"nm"}
+    assert [row["tokens"] for row in sparse_json["predicted"]["totals"]] == [1, 16, 256, 4096]
+    assert sparse_json["predicted"]["measured"] is False
+    (row,) = sparse_json["evaluation"]
+    assert row["dense"]["perplexity"] > 1
+    assert 0 <= row["sparse"]["agreement"] <= 1
+
+
+def test_checkpoint_holds_both_reports(sparse_json: dict[str, Any], sparse_model: Path) -> None:
+    stored = json.loads((sparse_model / "report.json").read_text(encoding="utf-8"))
+    assert stored["layers"] == sparse_json["layers"]
+    page = (sparse_model / "report.html").read_text(encoding="utf-8")
+    assert stored["command"].split()[0] in page
+    assert Path(sparse_json["report"]) == sparse_model / "report.html"
+
+
+def test_table_shows_quality_bytes_prediction_and_the_command(
+    run: Run, dense_model: Path, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    texts = ("--calibration", text_file, "--eval", text_file)
+    options = ("--method", "magnitude", "--keep", "*.q_proj", "--keep", "*.k_proj")
+    result = run("sparsify", dense_model, "-o", out, *texts, *options, *SMALL)
+    assert result.exit_code == 0, result.output
+    for words in ("text.txt", "sparse ppl", "top-1 agreement", "bytes", "not measured", "4,096"):
+        assert words in result.stdout
+    assert f"report  {out / 'report.html'}" in result.stdout
+    repeat = next(line for line in result.stdout.splitlines() if line.startswith("repeat"))
+    assert "--method magnitude" in repeat
+    assert "--keep '*.q_proj'" in repeat
+    # Progress is a line a step where nobody watches, and stays off standard output.
+    assert "prune 2/2" in result.stderr
+    assert "prune" not in result.stdout.replace("--", "")
+    stored = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert len(stored["layers"]) == 10
+    assert len(stored["kept_dense"]) == 5
+
+
+def test_no_report_leaves_no_page(
+    run_json: Callable[..., Any], dense_model: Path, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    texts = ("--calibration", text_file, "--eval", text_file, "--method", "magnitude")
+    found = run_json("sparsify", dense_model, "-o", out, *texts, *SMALL, "--no-report")
+    assert found["report"] is None
+    assert not (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--pattern", "2of4"), "2of4"),
+        (("--pattern", "unstructured:1.5"), "1.5"),
+        (("--method", "lottery"), "lottery"),
+        (("--damping", "-1"), "damping"),
+        (("--device", "abacus"), "abacus"),
+        (("--device", "cuda:0"), "sees no GPU"),
+        (("--windows", "0"), "windows = 0"),
+        (("--resume", "--overwrite"), "resume and overwrite"),
+        (("--calibration", "no/such/file.txt"), "no/such/file.txt"),
+        (("--keep", "*"), "without any layer to prune"),
+    ],
+)
+def test_bad_options_are_refused_in_three_lines(
+    run: Run,
+    dense_model: Path,
+    text_file: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    out = tmp_path / "out"
+    texts = ("--calibration", text_file, "--eval", text_file)
+    result = run("sparsify", dense_model, "-o", out, *texts, *SMALL, *options)
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()[-3:]
+    assert [line.split()[0] for line in lines] == ["got", "need", "try"]
+    assert words in lines[0]
+    assert not out.exists()
+    assert result.stdout == ""
+
+
+def test_calibration_in_another_encoding_is_named(
+    run: Run, dense_model: Path, tmp_path: Path
+) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("caf\xe9 ".encode("latin-1") * 400)
+    result = run("sparsify", dense_model, "-o", tmp_path / "out", "--calibration", latin, *SMALL)
+    assert result.exit_code == 2
+    assert "UTF-8" in result.stderr
+    assert "0xe9" in result.stderr
+
+
+def test_empty_calibration_is_refused(run: Run, dense_model: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    result = run("sparsify", dense_model, "-o", tmp_path / "out", "--calibration", empty, *SMALL)
+    assert result.exit_code == 2
+    assert "is empty" in result.stderr
+
+
+def test_missing_model_is_refused(run: Run, tmp_path: Path) -> None:
+    result = run("sparsify", tmp_path / "nowhere", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr
+
+
+def test_existing_output_is_refused_and_kept(run: Run, dense_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    for extra in ((), ("--overwrite",)):
+        result = run("sparsify", dense_model, "-o", out, *SMALL, *extra)
+        assert result.exit_code == 2
+        assert "exists" in result.stderr
+    assert (out / "mine.txt").read_text() == "precious"
+
+
+def test_json_errors_are_json(run_json: Callable[..., Any], tmp_path: Path) -> None:
+    found = run_json("sparsify", tmp_path / "nowhere", "-o", tmp_path / "out", exit_code=2)
+    assert set(found["error"]) == {"kind", "got", "need", "try"}
+
+
+def test_missing_report_extra_is_found_before_any_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopsparse.report, "find_spec", lambda name: None)
+    result = run("sparsify", tmp_path / "nowhere", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "pip install 'hopsparse[report]'" in result.stderr
+
+
+def test_interrupt_tells_how_to_resume_and_resuming_gives_the_same_bytes(
+    dense_model: Path, sparse_model: Path, text_file: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "out"
+    texts = ("--calibration", text_file, "--eval", text_file)
+    command = ("sparsify", dense_model, "-o", out, *texts, *SMALL)
+    process = start(*command)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("prune 1/2"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert not out.exists()
+    assert "--resume" in told
+    result = run(*command, "--resume")
+    assert result.exit_code == 0, result.output
+    shards = sorted(path.name for path in sparse_model.glob("*.safetensors"))
+    assert shards == sorted(path.name for path in out.glob("*.safetensors"))
+    for name in shards:
+        assert (out / name).read_bytes() == (sparse_model / name).read_bytes()
+
+
+def test_help_loads_nothing_heavy_beyond_the_package() -> None:
+    program = (
+        "import sys, hopsparse\n"
+        "before = set(sys.modules)\n"
+        "import hopsparse.cli\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'jinja2', 'safetensors'}\n"
+        "print(sorted(heavy & (set(sys.modules) - before)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_lists_the_commands(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for name in ("doctor", "sparsify", "inspect", "convert", "verify"):
+        assert name in result.stdout
