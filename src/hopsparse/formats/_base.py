@@ -31,7 +31,7 @@ VALUE_DTYPES = (
 
 #: Conversions work on pieces of about this many entries: the working set stays in cache, and no
 #: second copy of a layer is alive.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
