@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.report_dict import example_report
 
 import hopsparse.report as report_module
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.report import check_extras, predict_layers, write_report
+from tests.helpers.report_dict import example_report
 
 _LINKS = ("src", "href", "xlink:href", "action", "srcset", "poster", "data")
 

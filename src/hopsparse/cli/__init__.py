@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .console import version
+from ..version import __version__
 from .convert import CONVERT
 from .doctor import DOCTOR
 from .inspect import INSPECT
@@ -33,7 +33,7 @@ for _command in (DOCTOR, SPARSIFY, INSPECT, CONVERT, VERIFY):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(version())
+        typer.echo(__version__)
         raise typer.Exit
 
 

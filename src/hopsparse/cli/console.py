@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _installed
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..errors import HopsparseError
-
-
-def version() -> str:
-    """Version of the installed package; a source tree that was never installed says so."""
-    try:
-        return _installed("hopsparse")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def stdout() -> Console:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..settings import CACHE_VARIABLE
-from .console import bytes_text, print_json, stdout, version
+from ..version import __version__
+from .console import bytes_text, print_json, stdout
 from .options import command
 
 
@@ -43,7 +44,7 @@ def run(options: Doctor) -> None:
     facts = gather()
     able = abilities(facts)
     if options.json:
-        document = {"hopsparse": version(), **facts, "abilities": [asdict(each) for each in able]}
+        document = {"hopsparse": __version__, **facts, "abilities": [asdict(each) for each in able]}
         print_json(document)
         return
     _print(facts, able)
@@ -156,7 +157,7 @@ def _print(facts: dict[str, Any], able: list[Ability]) -> None:
     free = f", {bytes_text(cpu['ram_free_bytes'])} free" if cpu["ram_free_bytes"] else ""
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU build"
     rows = {
-        "hopsparse": f"{version()}, Python {facts['python']}",
+        "hopsparse": f"{__version__}, Python {facts['python']}",
         "CPU": f"{cpu['model']}, {cpu['cores']} cores{', AVX-512' if cpu['avx512'] else ''}",
         "memory": ram + free,
         "torch": f"{torch['version']} ({build})",

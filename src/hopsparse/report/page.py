@@ -89,7 +89,7 @@ def _headline(report: Mapping[str, Any], predicted: Predicted) -> list[tuple[str
     if predicted.totals:
         gains = [total.speedup for total in predicted.totals]
         low, high = f"{min(gains):.2f}", f"{max(gains):.2f}"
-        value = f"{low}{TIMES}" if low == high else f"{low} to {high}{TIMES}"
+        value = f"{low}{TIMES}" if low == high else f"{low}\N{EN DASH}{high}{TIMES}"
         remark = f"1 to {TOKENS[-1]:,} tokens on {predicted.target.name.upper()}, not measured"
         rows.append((value, "predicted speed", remark))
     return rows
