@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -64,8 +65,15 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         sparse = self.quantization_config.sparse
-        files = [Path(file) for file in checkpoint_files or ()]
-        if not files or any(file.suffix != ".safetensors" for file in files):
+        if not checkpoint_files:
+            # transformers 4 does not say which files it reads, so they could not be checked.
+            raise UnsupportedError(
+                f"transformers {transformers_version}",
+                need="transformers 5, and a checkpoint on disk",
+                hint='pip install --upgrade "hopsparse[models]"',
+            )
+        files = [Path(file) for file in checkpoint_files]
+        if any(file.suffix != ".safetensors" for file in files):
             raise UnsupportedError(
                 "a sparse checkpoint that is not in safetensors files",
                 need="the folder that hopsparse wrote",
