@@ -204,8 +204,9 @@ class _Work:
             self.on_layer(self.reports[name])
 
     def wanted(self, names: Sequence[str]) -> dict[str, nn.Module]:
-        """The layers that need statistics: not those that stay dense."""
-        return {n: self.layers[n] for n in names if not self.recipe.keeps(self.prefix + n)}
+        """By full name, the layers that need statistics: not those that stay dense."""
+        full = {self.prefix + name: self.layers[name] for name in names}
+        return {name: layer for name, layer in full.items() if not self.recipe.keeps(name)}
 
 
 def _prune_between(work: _Work, group: Sequence[str], activations: Activations) -> None:
@@ -217,27 +218,29 @@ def _prune_between(work: _Work, group: Sequence[str], activations: Activations) 
                 gatherer.run(lambda index=index: _call(work.block, activations, index))  # type: ignore[misc]
     for name in group:
         # Popped, so that a Hessian and its factor go with the last layer that shares them.
-        work.prune(name, gatherer.found.pop(name, None))
+        work.prune(name, gatherer.found.pop(work.prefix + name, None))
 
 
 def _prune_inside(work: _Work, activations: Activations, then_advance: bool) -> None:
     """Prune each layer in the forward of the only batch, just before the layer runs."""
     wanted = work.wanted(list(work.layers))
     latest: dict[str, Any] = {}
+    done: set[str] = set()
 
     def before(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in work.reports:
+            if name in done:
                 return
             inputs = layer_input(args, kwargs)
             version = tensor_version(inputs)
             if latest.get("inputs") is not inputs or latest["version"] != version:
                 latest.clear()
                 statistics = new_statistics(inputs, work.recipe)
-                statistics.add(inputs, work.prefix + name)
+                statistics.add(inputs, name)
                 latest.update(inputs=inputs, version=version, statistics=statistics)
-            work.prune(name, latest["statistics"])
-            if not then_advance and len(work.reports) == len(wanted):
+            done.add(name)
+            work.prune(name.removeprefix(work.prefix), latest["statistics"])
+            if not then_advance and len(done) == len(wanted):
                 raise StopForward
 
         return hook

