@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers import matrices as mk
 
 from hopsparse.formats import (
     BSR,
@@ -29,6 +28,7 @@ from hopsparse.formats._base import nonzero_mask
 from hopsparse.formats.bsr import blocks_per_line
 from hopsparse.formats.csr import transposed
 from hopsparse.formats.hyb import ell_width
+from tests.helpers import matrices as mk
 
 ANY = (CSR, CSC, HYB, Bitmask)
 BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32), (1, 16), (4, 4), (3, 5))

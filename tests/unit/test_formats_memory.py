@@ -61,8 +61,17 @@ def extra_bytes(source: torch.Tensor | SparseMatrix, action) -> tuple[object, in
     return result, counter.peak - sum(new)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Bytes do not depend on threads, and threads wait for each other where tests share cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def layer():
+def layer(_one_thread):
     keep = torch.rand(ROWS, COLS // 4, 4).argsort(-1) < 2
     return torch.where(keep.flatten(1), torch.randn(ROWS, COLS), 0).to(torch.bfloat16)
 

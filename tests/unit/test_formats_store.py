@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.helpers import matrices as mk
 
 from hopsparse.errors import ArgumentError, CheckpointError
 from hopsparse.formats import (
@@ -30,6 +29,7 @@ from hopsparse.formats import (
     restore_matrix,
     write_matrices,
 )
+from tests.helpers import matrices as mk
 
 
 @given(
