@@ -136,6 +136,34 @@ def test_bad_options_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["own", "imported"])
+def test_failure_on_the_way_leaves_nothing(
+    run: Run, sparse_model: Path, tmp_path: Path, kind: str
+) -> None:
+    source = sparse_model
+    if kind == "imported":
+        source = tmp_path / "away"
+        run("convert", sparse_model, "-o", source, "--to", "sparse-24-bitmask")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    result = run("convert", source, "-o", folder / "out", "--to", "nm", "--pattern", "1:4")
+    assert result.exit_code == 2
+    assert "model.layers.0" in result.stderr
+    assert "at most 1 in every 4" in result.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_interrupted_sparsify_run_is_not_touched(
+    run: Run, sparse_model: Path, tmp_path: Path
+) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "run-state.json").write_text("{}")
+    result = run("convert", sparse_model, "-o", tmp_path / "out", "--to", "csr")
+    assert result.exit_code == 2
+    assert (partial / "run-state.json").exists()
+
+
 def test_existing_result_is_kept_unless_told(run: Run, matrix_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     out.write_bytes(b"precious")

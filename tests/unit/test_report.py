@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hopsparse.report as report_module
-from hopsparse.errors import ArgumentError, UnsupportedError
+from hopsparse.errors import ArgumentError, CheckpointError, UnsupportedError
 from hopsparse.report import check_extras, predict_layers, write_report
 from tests.helpers.report_dict import example_report
 
@@ -135,6 +135,11 @@ def test_failed_render_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="recipe"):
         write_report(report, tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_page_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_report(example_report(blocks=1), tmp_path / "no" / "such" / "report.html")
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 
 from ..errors import HopsparseError, VerificationError
-from .console import print_error
+from .console import print_error, stderr
 
 Options = TypeVar("Options")
 
@@ -54,6 +54,9 @@ def command(
                 typer.echo(json.dumps({"error": error_json(error)}, indent=2))
             failed = isinstance(error, VerificationError)
             raise typer.Exit(FAILED_EXIT if failed else USAGE_EXIT) from None
+        except KeyboardInterrupt:
+            stderr().print("Interrupted.")
+            raise typer.Exit(INTERRUPTED_EXIT) from None
 
     hints = get_type_hints(options, include_extras=True)
     parameters = [

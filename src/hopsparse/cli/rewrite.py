@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +114,20 @@ def _is_weight(item: SparseMatrix | Tensor) -> bool:
 
 
 def rewrite_folder(options: Convert, kind: Kind) -> Rewritten:
-    """Convert every sparse layer of a checkpoint, through ours where it comes from elsewhere."""
+    """Convert every sparse layer of a checkpoint; a failure leaves nothing behind."""
+    partial = options.out.with_name(options.out.name + ".partial")
+    # One that was there before is a run of `sparsify` that can be resumed: not ours to delete.
+    was_there = partial.exists()
+    try:
+        return _rewrite_any(options, kind)
+    except BaseException:
+        if not was_there:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _rewrite_any(options: Convert, kind: Kind) -> Rewritten:
+    """Convert a checkpoint of ours, or one from elsewhere by way of ours."""
     if kind == "hopsparse":
         return _rewrite_own(options.src, options)
     if options.to == "nm" and options.pattern is None:

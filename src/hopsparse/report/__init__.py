@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, CheckpointError, UnsupportedError
 from .predicted import TOKENS, Predicted, predict_layers
 
 __all__ = ["TOKENS", "Predicted", "check_extras", "predict_layers", "write_report"]
@@ -43,6 +43,7 @@ def write_report(report: Mapping[str, Any], path: Path | str) -> Path:
     Raises:
         UnsupportedError: The report extra is not installed.
         ArgumentError: The report has another schema.
+        CheckpointError: The file cannot be written.
     """
     check_extras()
     if report.get("schema") != SCHEMA:
@@ -55,9 +56,16 @@ def write_report(report: Mapping[str, Any], path: Path | str) -> Path:
 
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
+    page = render(report, predict_layers(report["layers"]))
     try:
-        temporary.write_text(render(report, predict_layers(report["layers"])), encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror})",
+            need="room and permission for one HTML file",
+            hint="free some space, then write_report(json.load(report.json), path)",
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
     return path
