@@ -12,9 +12,10 @@ _TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test belongs to the tier of its folder."""
+    """A test belongs to the tier of its folder; the examples in docstrings are unit tests."""
     for item in items:
-        tier = item.path.relative_to(_TESTS).parts[0]
+        in_tests = item.path.is_relative_to(_TESTS)
+        tier = item.path.relative_to(_TESTS).parts[0] if in_tests else "unit"
         if tier in TIERS:
             item.add_marker(tier)
 

@@ -30,7 +30,7 @@ from ._files import read_tensors
 from ._resume import RunState
 from .checkpoint import CheckpointWriter, ModuleEntry
 from .evaluate import Quality
-from .options import SparsifyOptions, StepClock
+from .options import StepClock
 from .rules import Selection
 from .source import WeightSource, dematerialize, materialize
 
@@ -91,7 +91,7 @@ class BlockStream:
         family: Where its parts are.
         selection: What to prune.
         recipe: How.
-        options: Device and sizes.
+        device: Where blocks are run and pruned.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class BlockStream:
         family: Family,
         selection: Selection,
         recipe: Recipe,
-        options: SparsifyOptions,
+        device: str,
     ) -> None:
         self._model = model
         self._source = source
         self._family = family
         self._selection = selection
         self._recipe = recipe
-        self._device = options.device
+        self._device = device
         self._outer = self._load_outer()
 
     @torch.no_grad()

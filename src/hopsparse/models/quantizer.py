@@ -1,6 +1,7 @@
 """The HF quantizer of our checkpoints: `from_pretrained` builds and fills SparseLinear layers.
 
-Imported by `register` when transformers is there, and by nothing else.
+Importing this module enters both classes in transformers' own registry; `register` does that as
+soon as transformers is there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import __version__ as transformers_version
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -24,6 +26,7 @@ from .checkpoint import QUANT_METHOD, ModuleEntry, SparseConfig
 from .rules import replace_module
 
 
+@register_quantization_config(QUANT_METHOD)
 class HopsparseConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a checkpoint, as transformers passes it around."""
 
@@ -39,6 +42,7 @@ class HopsparseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         yield from self.to_dict().items()
 
 
+@register_quantizer(QUANT_METHOD)
 class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
     """Loads and saves models whose linear layers are sparse.
 

@@ -22,10 +22,6 @@ def register() -> None:
         wrapt.register_post_import_hook(_enter, _REGISTRY)
 
 
-def _enter(registry: ModuleType) -> None:
-    # Imported here: the module derives from classes of transformers.
-    from .checkpoint import QUANT_METHOD
-    from .quantizer import HopsparseConfig, HopsparseQuantizer
-
-    registry.register_quantization_config(QUANT_METHOD)(HopsparseConfig)
-    registry.register_quantizer(QUANT_METHOD)(HopsparseQuantizer)
+def _enter(_: ModuleType) -> None:
+    # Imported here, because it derives from classes of transformers; importing it registers them.
+    from . import quantizer as quantizer

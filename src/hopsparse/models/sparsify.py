@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..nn import SparseLinear
 from ..prune import LayerReport, Recipe, capture_inputs
+from ._family import Family
 from ._resume import STATE_NAME, RunState
 from ._stream import BlockStream, pack, prune_path
 from ._summary import (
@@ -24,10 +26,13 @@ from ._summary import (
 )
 from .checkpoint import CheckpointWriter
 from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
-from .rules import family_of, find_blocks, replace_module, select
+from .rules import Selection, family_of, find_blocks, replace_module, select
 from .samples import generate_pair
-from .source import open_source, skeleton
+from .source import WeightSource, open_source, skeleton
 from .text import Texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPORT_NAME = "report.json"
 # Samples hold two whole models in memory: only for models of which that is no burden.
@@ -113,45 +118,72 @@ def sparsify_checkpoint(
         UnsupportedError: The architecture is unknown, or no layer can be pruned.
     """
     started = time.monotonic()
-    source = open_source(model)
-    family = family_of(source.config.model_type)
-    network = skeleton(source)
-    blocks = find_blocks(network)
-    selection = select(network, blocks, recipe.parsed_pattern, recipe.keep)
-    texts = Texts.read(source.tokenizer(), recipe.seed, options)
-    identity = {
-        "model": source.identity(),
-        "recipe": recipe.to_json(),
-        "calibration": texts.digest(),
-        "device": options.device,
-    }
+    job = _Job.of(model, recipe, options)
     with CheckpointWriter(out, overwrite=options.overwrite, resume=options.resume) as writer:
+        identity = job.identity()
         state = RunState.resume(writer, identity) if options.resume else RunState(identity)
-        stream = BlockStream(network, source, family, selection, recipe, options)
-        clock = StepClock("prune", len(blocks), progress)
-        quality = stream.run(texts.calibration, texts.evaluation, writer, state, clock)
+        stream = BlockStream(
+            job.network, job.source, job.family, job.selection, recipe, options.device
+        )
+        clock = StepClock("prune", len(job.selection.blocks), progress)
+        quality = stream.run(job.texts.calibration, job.texts.evaluation, writer, state, clock)
         samples = []
-        if options.samples and count_parameters(network) <= _SAMPLES_MAX_PARAMETERS:
+        if options.samples and count_parameters(job.network) <= _SAMPLES_MAX_PARAMETERS:
             progress(Progress("samples", 0, 1, "generating samples", None))
-            samples = generate_pair(source, state, writer.partial, options.device)
+            samples = generate_pair(job.source, state, writer.partial, options.device)
         progress(Progress("write", 0, 1, "writing the checkpoint", None))
-        report = summarize(network, family, recipe, selection, state)
-        report |= {
+        report = summarize(job.network, job.family, recipe, job.selection, state) | {
             "command": repeat_command(model, Path(out), recipe, options),
-            "calibration": texts.summary(),
+            "calibration": job.texts.summary(),
             "evaluation": quality_rows(quality),
             "samples": samples,
             "seconds": {"total": round(time.monotonic() - started, 1)},
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        report["model"]["name"] = source.name
-        source.save_extras(writer.partial)
+        report["model"]["name"] = job.source.name
+        job.finish(writer, state, report)
+    return report
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model and what is to be done to it; made before anything is written."""
+
+    source: WeightSource
+    family: Family
+    network: PreTrainedModel
+    selection: Selection
+    texts: Texts
+    recipe: Recipe
+    device: str
+
+    @classmethod
+    def of(cls, model: str, recipe: Recipe, options: SparsifyOptions) -> _Job:
+        """Open the model, divide its layers, and cut the texts."""
+        source = open_source(model)
+        family = family_of(source.config.model_type)
+        network = skeleton(source)
+        selection = select(network, find_blocks(network), recipe.parsed_pattern, recipe.keep)
+        texts = Texts.read(source.tokenizer(), recipe.seed, options)
+        return cls(source, family, network, selection, texts, recipe, options.device)
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the interrupted one."""
+        return {
+            "model": self.source.identity(),
+            "recipe": self.recipe.to_json(),
+            "calibration": self.texts.digest(),
+            "device": self.device,
+        }
+
+    def finish(self, writer: CheckpointWriter, state: RunState, report: dict[str, Any]) -> None:
+        """Write the small files, and give the folder its name."""
+        self.source.save_extras(writer.partial)
         writer.write_json(REPORT_NAME, report)
         writer.remove(STATE_NAME)
-        config = source.config.to_dict()
-        config["quantization_config"] = sparse_config(recipe, selection, state).to_json()
-        writer.commit(config)
-    return report
+        config = self.source.config.to_dict()
+        sparse = sparse_config(self.recipe, self.selection, state)
+        writer.commit(config | {"quantization_config": sparse.to_json()})
 
 
 def _call(model: nn.Module, item: Any) -> Any:
