@@ -15,7 +15,7 @@ GPU: dict[str, Any] = {
     "index": 0,
     "name": "NVIDIA H200",
     "compute_capability": "9.0",
-    "memory_bytes": 150_000_000_000,
+    "memory_bytes": 150_109_880_320,
     "sm_count": 132,
     "l2_bytes": 62_914_560,
     "smem_per_block": 232_448,
@@ -90,7 +90,7 @@ def test_gpus_are_planned_for_by_name_and_slice() -> None:
     hopper = probe.planned_for({**GPU, "name": "NVIDIA H100 80GB HBM3"})
     assert hopper is not None
     assert hopper.name == "h100"
-    part = {**GPU, "name": "NVIDIA H200 MIG 1g.18gb", "sm_count": 16, "memory_bytes": 17 * 10**9}
+    part = {**GPU, "name": "NVIDIA H200 MIG 1g.18gb", "sm_count": 16, "memory_bytes": 18 * 10**9}
     sliced = probe.planned_for(part)
     assert sliced is not None
     assert sliced.sm_count == 16

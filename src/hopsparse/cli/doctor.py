@@ -141,11 +141,7 @@ def _profiling(profiling: dict[str, Any], has_gpu: bool) -> Ability:
 
 
 def _gpu_text(gpu: dict[str, Any]) -> str:
-    kind = "MIG slice" if gpu["mig"] else "GPU"
-    return (
-        f"{kind} {gpu['index']}: {gpu['name']}, {gpu['sm_count']} SMs, "
-        f"{bytes_text(gpu['memory_bytes'])}"
-    )
+    return f"{gpu['name']}, {gpu['sm_count']} SMs, {bytes_text(gpu['memory_bytes'])}"
 
 
 def _print(facts: dict[str, Any], able: list[Ability]) -> None:

@@ -49,7 +49,7 @@ class Target:
         smem_per_block: Shared memory a block may opt in to, bytes.
         smem_per_sm: Shared memory of an SM, bytes.
         registers_per_sm: 32-bit registers.
-        memory_bytes: Device memory.
+        memory_bytes: Device memory, as the driver counts it.
         l2_bytes: Size of the L2 cache.
         read_bandwidth: Bytes a second from device memory, reading only.
         dense_peak: Ceiling by dtype.
@@ -93,7 +93,7 @@ _H200 = Target(
     smem_per_block=227 * 1024,
     smem_per_sm=228 * 1024,
     registers_per_sm=65_536,
-    memory_bytes=141 * 10**9,
+    memory_bytes=150_109_880_320,
     l2_bytes=60 * 1024 * 1024,
     read_bandwidth=4.35e12,
     dense_peak=_by_dtype(
@@ -113,7 +113,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "h100": replace(
             _H200,
             name="h100",
-            memory_bytes=80 * 10**9,
+            memory_bytes=80 * 1024**3,
             l2_bytes=50 * 1024 * 1024,
             read_bandwidth=_H200.read_bandwidth * _H100_DATASHEET_TBPS / _H200_DATASHEET_TBPS,
             source="datasheet",
