@@ -76,8 +76,10 @@ def repeat_command(model: str, out: Path, recipe: Recipe, options: SparsifyOptio
     """The command line that makes the same checkpoint."""
     words = ["hopsparse", "sparsify", model, "-o", str(out)]
     words += ["--pattern", str(recipe.pattern), "--method", recipe.method]
-    words += ["--seed", str(recipe.seed), "--windows", str(options.windows)]
-    words += ["--window-tokens", str(options.window_tokens), "--device", options.device]
+    words += ["--damping", f"{recipe.damping:g}", "--seed", str(recipe.seed)]
+    words += ["--windows", str(options.windows), "--window-tokens", str(options.window_tokens)]
+    words += ["--eval-windows", str(options.eval_windows), "--device", options.device]
+    words += [] if options.samples else ["--no-samples"]
     for flag, path in (("--calibration", options.calibration), ("--eval", options.evaluate)):
         words += [flag, str(path)] if path else []
     for glob in recipe.keep:

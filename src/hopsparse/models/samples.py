@@ -63,4 +63,5 @@ def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
         pad_token_id=tokenizer.eos_token_id,
     )
     new = output[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(new, skip_special_tokens=True))
+    text = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)
