@@ -156,18 +156,17 @@ def look(browser: Browser, page: Path, view: str, shots: Path | None) -> list[st
     return faults
 
 
+def find_chromium() -> str | None:
+    """Path of a Chromium or Chrome on this machine."""
+    names = ("chromium", "chrome", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
 def main() -> int:
     if len(sys.argv) not in (2, 3):
         print(__doc__)
         return 2
-    program = next(
-        (
-            found
-            for name in ("chromium", "chrome", "google-chrome")
-            if (found := shutil.which(name))
-        ),
-        None,
-    )
+    program = find_chromium()
     if program is None:
         print("no chromium on PATH: apt-get install chromium")
         return 2
