@@ -91,6 +91,10 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
+    def close(self) -> None:
+        self._write.close()
+        self._read.close()
+
     def wait_for(self, method: str) -> None:
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._receive())
@@ -117,9 +121,11 @@ def chromium(program: str) -> Iterator[Browser]:
     process = subprocess.Popen(command, pass_fds=(to_child, from_child), stderr=subprocess.DEVNULL)
     os.close(to_child)
     os.close(from_child)
+    browser = Browser(from_us, to_us)
     try:
-        yield Browser(from_us, to_us)
+        yield browser
     finally:
+        browser.close()
         process.terminate()
         process.wait(timeout=20)
         shutil.rmtree(profile, ignore_errors=True)
