@@ -4,6 +4,10 @@
 
 Prints and appends one JSON row a method. `--texts heldout` evaluates on text that neither the
 calibration nor the anchors use: choose options there, never on the anchors.
+
+A forward of all windows at once allocates and frees tensors of 200 MB, which glibc returns to the
+system each time: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 in the environment keeps
+them, which makes a block's forward about 20 % faster. Rows say whether they were set.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -94,6 +99,7 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
         keep=tuple(options.keep),
         damping=options.damping,
         block_size=options.block_size,
+        refit=options.refit,
         refresh=options.refresh,
     )
     wall, cpu = time.perf_counter(), time.process_time()
@@ -162,6 +168,7 @@ def _facts(options: Any) -> dict[str, Any]:
         "fused": options.fused,
         "threads": options.threads,
         "torch": torch.__version__,
+        "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
         "commit": commit.stdout.strip(),
     }
 
@@ -173,6 +180,7 @@ def _options() -> Any:
     parser.add_argument("--keep", nargs="*", default=[])
     parser.add_argument("--damping", type=float, default=0.01)
     parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--refit", type=int, default=10)
     parser.add_argument("--refresh", default="group", choices=["group", "block"])
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")

@@ -10,7 +10,7 @@ import importlib
 import random
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,25 +38,39 @@ def topics() -> str:
 
 def calibration(encode: Encode, count: int) -> list[Tensor]:
     """`count` windows [1, 512], alternating between the two texts, drawn with random.Random(0)."""
-    sources = [encode(book()[:1_500_000]), encode(topics()[:295_000])]
-    draw = random.Random(0)
-    windows = []
-    for index in range(count):
-        ids = sources[index % 2]
-        start = draw.randrange(len(ids) - TOKENS)
-        windows.append(torch.tensor([ids[start : start + TOKENS]]))
-    return windows
+    sources = _sources(encode)
+    return [_window(sources[i % 2], start) for i, start in enumerate(_starts(sources, count))]
 
 
 def evaluation(encode: Encode, which: str) -> dict[str, list[Tensor]]:
-    """Windows of texts A and B (`anchors`), or of text neither of them uses (`heldout`)."""
+    """Windows of texts A and B (`anchors`), or of text that neither they nor calibration use."""
     if which == "anchors":
         texts = {"a": book()[2_000_000:2_400_000], "b": topics()[300_000:]}
         return {name: _first(encode(text), 16) for name, text in texts.items()}
-    texts = {"heldout_a": book()[1_500_000:1_600_000], "heldout_b": topics()[295_000:300_000]}
-    return {name: _first(encode(text), 8) for name, text in texts.items()}
+    # Text B ends soon after the anchor, so its held-out windows lie between calibration windows.
+    sources = _sources(encode)
+    drawn = list(_starts(sources, 64))[1::2]
+    free, start = [], 0
+    while len(free) < 8 and start + TOKENS <= len(sources[1]):
+        overlap = [s + TOKENS for s in drawn if s < start + TOKENS and start < s + TOKENS]
+        if not overlap:
+            free.append(_window(sources[1], start))
+        start = max(overlap, default=start + TOKENS)
+    return {"heldout_a": _first(encode(book()[1_500_000:1_600_000]), 8), "heldout_b": free}
+
+
+def _sources(encode: Encode) -> list[Sequence[int]]:
+    return [encode(book()[:1_500_000]), encode(topics()[:295_000])]
+
+
+def _starts(sources: list[Sequence[int]], count: int) -> Iterator[int]:
+    draw = random.Random(0)
+    return (draw.randrange(len(sources[i % 2]) - TOKENS) for i in range(count))
+
+
+def _window(ids: Sequence[int], start: int) -> Tensor:
+    return torch.tensor([ids[start : start + TOKENS]])
 
 
 def _first(ids: Sequence[int], count: int) -> list[Tensor]:
-    count = min(count, len(ids) // TOKENS)
-    return [torch.tensor([ids[i * TOKENS : (i + 1) * TOKENS]]) for i in range(count)]
+    return [_window(ids, i * TOKENS) for i in range(min(count, len(ids) // TOKENS))]

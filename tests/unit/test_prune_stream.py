@@ -20,6 +20,7 @@ from hopsparse.prune import (
     capture_inputs,
     magnitude,
     prune_block,
+    refit,
     sparsegpt,
     wanda,
 )
@@ -110,6 +111,7 @@ def plain(model: Model, recipe: Recipe, ids: Tensor) -> None:
                 weight, x = block.get_submodule(name).weight.data, seen[name]
                 if recipe.method == "sparsegpt":
                     new = sparsegpt(weight, pattern, x.T @ x / len(x))
+                    new = refit(weight, new, x.T @ x / len(x))
                 elif recipe.method == "wanda":
                     new = wanda(weight, pattern, x.norm(dim=0))
                 else:

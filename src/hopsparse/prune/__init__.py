@@ -1,5 +1,8 @@
 """Dense weights in, dense weights with zeros out: knows torch, no kernel, no model library."""
 
+from .compensation import HessianFactor as HessianFactor
+from .compensation import factor_hessian as factor_hessian
+from .compensation import sparsegpt as sparsegpt
 from .layer import output_error as output_error
 from .layer import prune_layer as prune_layer
 from .mask import keep_mask as keep_mask
@@ -7,11 +10,9 @@ from .order import trace_groups as trace_groups
 from .recipe import METHODS as METHODS
 from .recipe import LayerReport as LayerReport
 from .recipe import Recipe as Recipe
+from .refit import refit as refit
 from .scores import magnitude as magnitude
 from .scores import wanda as wanda
-from .sparsegpt import HessianFactor as HessianFactor
-from .sparsegpt import factor_hessian as factor_hessian
-from .sparsegpt import sparsegpt as sparsegpt
 from .statistics import Gatherer as Gatherer
 from .statistics import Statistics as Statistics
 from .stream import Activations as Activations

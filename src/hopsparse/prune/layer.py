@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
+from .compensation import sparsegpt
 from .mask import check_matrix
 from .recipe import LayerReport, Recipe
+from .refit import refit
 from .scores import magnitude, wanda
-from .sparsegpt import sparsegpt
 from .statistics import Statistics
 
 SAMPLED_STRIDE = 16  # methods that need no Hessian measure their error on every 16th token
@@ -116,7 +117,11 @@ def _prune(
         return wanda(weight, pattern, statistics.input_norm()), None
     compute = torch.promote_types(weight.dtype, torch.float32)
     factor = statistics.factor(recipe.damping, compute)
-    return sparsegpt(weight, pattern, factor, block_size=recipe.block_size), factor.damping
+    exact = weight.to(compute)
+    new = sparsegpt(exact, pattern, factor, block_size=recipe.block_size)
+    if recipe.refit:
+        new = refit(exact, new, statistics.hessian(), damping=factor.damping, steps=recipe.refit)
+    return new.to(weight.dtype), factor.damping
 
 
 def _note(recipe: Recipe, statistics: Statistics | None, damping: float | None) -> str:

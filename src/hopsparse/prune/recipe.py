@@ -26,6 +26,8 @@ class Recipe:
         seed: For whoever draws calibration windows; pruning itself draws nothing.
         damping: SparseGPT only: added to the Hessian's diagonal, as a part of its mean.
         block_size: SparseGPT only: columns between two updates of all later columns.
+        refit: SparseGPT only: conjugate-gradient steps that then refit the kept weights; 0 is the
+            method as published.
         refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
             `block`: all groups of a block see inputs made by the dense block.
 
@@ -44,6 +46,7 @@ class Recipe:
     seed: int = 0
     damping: float = 0.01
     block_size: int = 128
+    refit: int = 10
     refresh: str = "group"
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class Recipe:
         _check_choice("refresh", self.refresh, REFRESH)
         _check_number("damping", self.damping, "0.01")
         _check_integer("block_size", self.block_size, 1, "128")
+        _check_integer("refit", self.refit, 0, "10")
         _check_integer("seed", self.seed, 0, "0")
 
     @property
