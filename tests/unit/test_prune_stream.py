@@ -277,3 +277,17 @@ def test_advance_refuses_what_is_no_hidden_state() -> None:
     acts = Activations([torch.ones(1, 2, 4)], [()], [{}])
     with pytest.raises(CalibrationError, match="same shape"):
         advance(nn.Linear(4, 5), acts)
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_weights_run_as_they_will_be_stored(model: Model, batch: int) -> None:
+    """Rounded before the layer runs: the fused output is that of the rounded weights."""
+    acts, again = (capture_inputs(model, model.blocks[0], windows(8, batch)) for _ in range(2))
+    block = model.blocks[0]
+    prune_block(block, GROUPS, acts, Recipe(), store_dtype=torch.bfloat16, then_advance=True)
+    for name in (n for g in GROUPS for n in g):
+        weight = block.get_submodule(name).weight.data
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, weight.bfloat16().float())
+    advance(block, again)
+    assert all(torch.equal(a, b) for a, b in zip(acts.hidden, again.hidden, strict=True))
