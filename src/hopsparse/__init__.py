@@ -19,6 +19,7 @@ from .models.load import load as load
 from .models.options import Progress as Progress
 from .models.options import SparsifyOptions as SparsifyOptions
 from .models.register import register as _register
+from .models.save import save as save
 from .models.sparse24 import export_sparse24 as export_sparse24
 from .models.sparse24 import import_sparse24 as import_sparse24
 from .models.sparsify import sparsify as sparsify

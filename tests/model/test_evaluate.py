@@ -104,3 +104,16 @@ def test_texts_that_are_named_are_used(tmp_path: Path) -> None:
 def test_options_that_mean_nothing(wrong: dict[str, int]) -> None:
     with pytest.raises(ArgumentError):
         SparsifyOptions(**wrong)
+
+
+def test_window_that_is_a_batch() -> None:
+    with pytest.raises(ArgumentError, match=r"shape \[2, 8\]. Required: \[1, tokens\]"):
+        evaluate(tiny_llama(), [torch.zeros(2, 8, dtype=torch.int64)])
+
+
+def test_model_keeps_its_mode() -> None:
+    model = tiny_llama().train()
+    model.lm_head.eval()
+    evaluate(model, [torch.arange(8)[None]])
+    assert model.training
+    assert not model.lm_head.training

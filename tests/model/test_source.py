@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hopsparse.errors import CheckpointError, UnsupportedError
-from hopsparse.models.source import materialize_all, open_source, skeleton
+from hopsparse.models.source import materialize_outside, open_source, skeleton
 from tests.helpers.tiny_models import ALPHABET, save_model, tiny_llama, tiny_qwen3
 
 NAMES = {
@@ -38,7 +40,8 @@ def gguf_name(name: str) -> str:
     if base.startswith("model.layers."):
         _, _, index, rest = base.split(".", 3)
         return f"blk.{index}.{NAMES[rest]}.weight"
-    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}[base] + ".weight"
+    outside = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    return outside.get(base, base) + ".weight"
 
 
 def write_gguf(path: Path, state: dict[str, Tensor], architecture: str = "llama") -> Path:
@@ -82,9 +85,9 @@ def test_folder_reads_the_stored_weights(tmp_path: Path) -> None:
     source = open_source(str(save_model(model, tmp_path / "m")))
     copy = skeleton(source)
     assert all(weight.device.type == "meta" for weight in copy.parameters())
-    materialize_all(copy, source, "cpu", torch.bfloat16)
+    materialize_outside(copy, (), source, "cpu")
     for name, weight in model.state_dict().items():
-        assert torch.equal(copy.state_dict()[name], weight), name
+        assert torch.equal(copy.state_dict()[name], weight.float()), name
 
 
 def test_gguf_reads_the_same_weights(tmp_path: Path) -> None:
@@ -92,13 +95,16 @@ def test_gguf_reads_the_same_weights(tmp_path: Path) -> None:
     source = open_source(str(write_gguf(tmp_path / "m.gguf", state)))
     assert set(source.names()) >= set(state)
     for name, weight in state.items():
-        assert torch.equal(source.load(name), weight), name
+        assert torch.equal(source.load(name).float(), weight.float()), name
+    # The file holds its matrices in float16: nothing is rounded to another dtype.
+    assert {source.load(name).dtype for name in state} == {torch.float16}
+    assert source.config_json()["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_tied_head_follows_the_embedding(tmp_path: Path) -> None:
     source = open_source(str(write_gguf(tmp_path / "m.gguf", dense_state())))
     model = skeleton(source)
-    materialize_all(model, source, "cpu", torch.float32)
+    materialize_outside(model, (), source, "cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 
@@ -141,6 +147,53 @@ def test_gguf_cut_inside_its_tensors(tmp_path: Path) -> None:
         open_source(str(path))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_weights_keep_the_dtype_in_which_they_are_stored(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Whatever config.json says of it, or does not say."""
+    folder = save_model(tiny_llama().to(dtype), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    source = open_source(str(folder))
+    assert {source.load(name).dtype for name in source.names()} == {dtype}
+
+
+def test_writing_to_a_loaded_model_does_not_reach_its_file(tmp_path: Path) -> None:
+    folder = save_model(tiny_llama().float(), tmp_path / "m")
+    source = open_source(str(folder))
+    model = skeleton(source)
+    materialize_outside(model, (), source, "cpu")
+    before = {name: source.load(name).clone() for name in source.names()}
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert all(torch.equal(source.load(name), value) for name, value in before.items())
+
+
+def test_building_the_skeleton_leaves_the_configuration_alone(tmp_path: Path) -> None:
+    source = open_source(str(save_model(tiny_llama(), tmp_path / "m")))
+    before = source.config.to_dict()
+    skeleton(source)
+    assert source.config.to_dict() == before
+
+
+def test_gguf_with_scaled_rotary_frequencies(tmp_path: Path) -> None:
+    state = dense_state() | {"rope_freqs.weight": torch.ones(4)}
+    with pytest.raises(UnsupportedError, match="scales its rotary frequencies"):
+        open_source(str(write_gguf(tmp_path / "m.gguf", state)))
+
+
+def test_a_weight_that_is_missing(tmp_path: Path) -> None:
+    folder = save_model(tiny_qwen3(), tmp_path / "m")
+    state = load_file(folder / "model.safetensors")
+    state.pop("model.norm.weight")
+    save_file(state, folder / "model.safetensors")
+    source = open_source(str(folder))
+    with pytest.raises(CheckpointError, match="holds no tensor model.norm.weight"):
+        materialize_outside(skeleton(source), (), source, "cpu")
+
+
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no folder, no .gguf file and no packaged model"):
         open_source(str(tmp_path / "nothing"))
@@ -159,4 +212,4 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path: Path) -> None:
     (other / "model.safetensors").replace(folder / "model.safetensors")
     source = open_source(str(folder))
     with pytest.raises(CheckpointError, match=r"shape \[128, 32\].*\[64, 32\]"):
-        materialize_all(skeleton(source), source, "cpu", torch.float32)
+        materialize_outside(skeleton(source), (), source, "cpu")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hopsparse
-from hopsparse.errors import CalibrationError, CheckpointError, UnsupportedError
+from hopsparse.errors import ArgumentError, CalibrationError, CheckpointError, UnsupportedError
 from hopsparse.models.checkpoint import CheckpointReader
+from hopsparse.models.evaluate import evaluate
 from hopsparse.models.options import Progress, SparsifyOptions
 from hopsparse.models.sparsify import sparsify, sparsify_checkpoint
+from hopsparse.models.text import leading_windows, read_text
 from hopsparse.nn import SparseLinear
-from hopsparse.prune import Recipe
-from tests.helpers.tiny_models import save_model, tiny_llama, tiny_qwen3, write_text
+from hopsparse.prune import Activations, Recipe, prune_block, trace_groups
+from tests.helpers.tiny_models import byte_tokenizer, save_model, tiny_llama, tiny_qwen3, write_text
 
 PROJECTIONS = 7 * 3
 
@@ -71,10 +75,6 @@ def test_loaded_model_computes_what_was_measured(
     dense: Path, options: SparsifyOptions, tmp_path: Path
 ) -> None:
     """Perplexity of the reloaded model is the one in the report: nothing is lost on disk."""
-    from hopsparse.models.evaluate import evaluate
-    from hopsparse.models.text import leading_windows, read_text
-    from tests.helpers.tiny_models import byte_tokenizer
-
     out = tmp_path / "out"
     report = sparsify_checkpoint(str(dense), out, Recipe("2:4"), options=options)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -98,6 +98,44 @@ def test_every_pattern_reloads(
     for row in report["layers"]:
         stored = layers[row["name"]].to_dense()
         assert float((stored != 0).float().mean()) == pytest.approx(row["density"])
+
+
+def test_both_loaders_give_the_stored_dtype(
+    dense: Path, options: SparsifyOptions, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    sparsify_checkpoint(str(dense), out, Recipe("2:4", "magnitude"), options=options)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "_name_or_path" not in config
+    for model in (AutoModelForCausalLM.from_pretrained(out), hopsparse.load(out)):
+        kinds = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
+        assert kinds == {torch.bfloat16}
+
+
+def test_float32_model_and_samples_of_both(options: SparsifyOptions, tmp_path: Path) -> None:
+    """The dense sample comes from the dense weights, though pruning has been over by then."""
+    folder = save_model(tiny_llama().float(), tmp_path / "m")
+    choice = SparsifyOptions(**vars(options) | {"samples": True})
+    out = tmp_path / "out"
+    report = sparsify_checkpoint(str(folder), out, Recipe("1:4", "magnitude"), options=choice)
+    tokenizer = byte_tokenizer()
+    for model, key in ((tiny_llama().float(), "dense"), (hopsparse.load(out), "sparse")):
+        for sample in report["samples"]:
+            inputs = tokenizer(sample["prompt"], return_tensors="pt")
+            new = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+            text = tokenizer.decode(
+                new[0, inputs["input_ids"].shape[1] :],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
+            assert text == sample[key]
+
+
+def test_tokenizer_of_another_model(options: SparsifyOptions, tmp_path: Path) -> None:
+    folder = save_model(tiny_llama(vocab_size=40, bos_token_id=1, eos_token_id=1), tmp_path / "m")
+    with pytest.raises(CalibrationError, match="below the model's vocabulary of 40"):
+        sparsify_checkpoint(str(folder), tmp_path / "out", Recipe("2:4"), options=options)
 
 
 def test_qwen_with_its_own_head(options: SparsifyOptions, tmp_path: Path) -> None:
@@ -128,8 +166,7 @@ def test_interrupted_and_resumed_is_bit_identical(
     again = SparsifyOptions(**vars(options) | {"resume": True})
     with pytest.raises(CheckpointError, match="recipe"):
         sparsify_checkpoint(str(dense), out, Recipe("2:4", "wanda"), options=again)
-    seen: list[Progress] = []
-    sparsify_checkpoint(str(dense), out, recipe, options=again, progress=seen.append)
+    sparsify_checkpoint(str(dense), out, recipe, options=again)
     assert_same_shards(tmp_path / "whole", out)
 
 
@@ -142,7 +179,8 @@ def test_killed_and_resumed_is_bit_identical(
     program = f"""
         import os, signal
         from pathlib import Path
-        from hopsparse.models.options import SparsifyOptions
+        from hopsparse.models.evaluate import evaluate
+from hopsparse.models.options import SparsifyOptions
         from hopsparse.models.sparsify import sparsify_checkpoint
         from hopsparse.prune import Recipe
         text = Path({str(tmp_path / "text.txt")!r})
@@ -257,40 +295,130 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def test_any_module_with_a_list_of_blocks() -> None:
-    model = nn.ModuleDict()
-    blocks = nn.ModuleList(Residual(16) for _ in range(3))
+class Net(nn.Module):
+    """Blocks in a chain, with a layer before and one behind."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.blocks, self.head = nn.Linear(8, 16), blocks, nn.Linear(16, 4)
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(Residual(16) for _ in range(3))
+        self.between = between
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x if self.between is None else self.between(x))
+        return self.head(x)
 
+
+def test_any_module_with_a_chain_of_blocks() -> None:
     model = Net().train()
+    model.embed.eval()
     reports = sparsify(model, "2:4", [torch.randn(32, 8) for _ in range(3)])
     assert [report.name for report in reports] == [
         f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")
     ]
     assert isinstance(model.blocks[1].up, SparseLinear)
     assert type(model.embed) is nn.Linear
+    # Every module keeps the mode it had, frozen ones too.
     assert model.training
+    assert model.blocks[1].up.training
+    assert not model.embed.training
     model(torch.randn(2, 8)).sum().backward()
     assert model.embed.weight.grad is not None
 
 
-def test_a_model_without_blocks() -> None:
-    mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
-    expected_shape = mlp(torch.zeros(1, 64)).shape
-    reports = sparsify(mlp, Recipe("2:4"), [torch.randn(32, 64) for _ in range(4)])
-    assert [report.method for report in reports] == ["sparsegpt", "sparsegpt"]
-    assert mlp(torch.zeros(1, 64)).shape == expected_shape
-    assert all(is_2_4(layer.to_dense()) for layer in (mlp[0], mlp[2]))
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.heads = nn.ModuleList(Residual(16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        return sum(head(x) for head in self.heads)
+
+
+@pytest.mark.parametrize("make", [Parallel, lambda: Net(nn.LayerNorm(16))])
+def test_a_list_that_is_no_chain_is_pruned_as_one_block(make: Callable[[], nn.Module]) -> None:
+    """Statistics of each layer are of what it sees in the whole model."""
+    model = make()
+    width = next(model.parameters()).shape[1]
+    inputs = [torch.randn(64, width) for _ in range(2)]
+    expected = copy.deepcopy(model)
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    groups = trace_groups(expected, names, lambda: expected(inputs[0]))
+    activations = Activations(list(inputs), [(), ()], [{}, {}])
+    wanted = prune_block(expected, groups, activations, Recipe("2:4"))
+    reports = sparsify(model, "2:4", inputs)
+    found = {report.name: report.output_error for report in reports}
+    assert found == {report.name: report.output_error for report in wanted}
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+def test_a_plain_list_of_linear_layers(kind: type[nn.Module]) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Linear(16, 16) for _ in range(3)]
+            self.layers = nn.Sequential(*layers) if kind is nn.Sequential else kind(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    model = Stack()
+    reports = sparsify(model, "2:4", [torch.randn(64, 16)])
+    assert [report.name for report in reports] == [f"layers.{index}" for index in range(3)]
+
+
+def test_magnitude_needs_no_inputs() -> None:
+    model = Net()
+    reports = sparsify(model, Recipe("2:4", "magnitude"))
+    assert len(reports) == 6
+    with pytest.raises(ArgumentError, match="without activations"):
+        sparsify(Net(), "2:4")
+
+
+def test_inputs_by_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.linear(x * scale)
+
+    reports = sparsify(Named(), "2:4", [{"x": torch.randn(32, 16), "scale": 2.0}])
+    assert reports[0].tokens == 32
+    with pytest.raises(CalibrationError, match="a tensor for 'x'"):
+        sparsify(Named(), "2:4", [{"scale": 2.0}])
+
+
+def test_a_transformers_model_in_memory_saves_and_loads(tmp_path: Path) -> None:
+    model = tiny_llama().float()
+    ids = torch.randint(0, 200, (4, 24))
+    sparsify(model, "2:4", [row[None] for row in ids])
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.save_pretrained(tmp_path / "theirs")
+    hopsparse.save(model, tmp_path / "ours")
+    for folder in ("theirs", "ours"):
+        for load in (AutoModelForCausalLM.from_pretrained, hopsparse.load):
+            again = load(tmp_path / folder)
+            with torch.no_grad():
+                assert torch.equal(again(ids).logits, expected)
+
+
+def test_any_module_saves_and_loads_into_its_like(tmp_path: Path) -> None:
+    model, x = Net(), torch.randn(5, 8)
+    sparsify(model, "2:4", [torch.randn(32, 8)])
+    hopsparse.save(model, tmp_path / "out")
+    again = hopsparse.load(tmp_path / "out", into=Net())
+    assert torch.equal(again(x), model(x))
+    with pytest.raises(ArgumentError, match="without sparse layers"):
+        hopsparse.save(Net(), tmp_path / "other")
 
 
 def test_a_module_without_linear_layers() -> None:

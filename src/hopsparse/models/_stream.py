@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedError
 from ..formats import FORMATS, BlockPattern, NMPattern, Pattern, SparseMatrix, storage_for
 from ..prune import (
     Activations,
@@ -32,7 +34,7 @@ from .checkpoint import CheckpointWriter, ModuleEntry
 from .evaluate import Quality
 from .options import StepClock
 from .rules import Selection
-from .source import WeightSource, dematerialize, materialize
+from .source import WeightSource, dematerialize, materialize, materialize_outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +59,7 @@ def prune_path(
     block: nn.Module,
     path: str,
     eligible: Iterable[str],
-    activations: Activations,
+    activations: Activations | None,
     recipe: Recipe,
     *,
     store_dtype: torch.dtype | None = None,
@@ -67,7 +69,7 @@ def prune_path(
     prefix = f"{path}." if path else ""
     names = [name.removeprefix(prefix) for name in eligible]
     groups = [[name] for name in names]
-    if len(activations) > 1:
+    if activations is not None and len(activations) > 1:
         # Several windows: each group is one more forward, so layers that share an input share it.
         hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
         groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
@@ -80,6 +82,18 @@ def prune_path(
         store_dtype=store_dtype,
         then_advance=then_advance,
     )
+
+
+def restore_shard(model: nn.Module, folder: Path, shard: RunState.Shard) -> None:
+    """Put what a finished block holds into `model`, whose weights of that block are loaded."""
+    tensors = read_tensors(folder / shard.file)
+    for module, entry in shard.entries.items():
+        matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
+        parts = {f"{module}.{part}" for part in matrix.PARTS}
+        tensors = {name: value for name, value in tensors.items() if name not in parts}
+        tensors[f"{module}.weight"] = matrix.to_dense()
+    for name, value in tensors.items():
+        model.get_parameter(name).data.copy_(value)
 
 
 class BlockStream:
@@ -109,7 +123,7 @@ class BlockStream:
         self._selection = selection
         self._recipe = recipe
         self._device = device
-        self._outer = self._load_outer()
+        self._outer = materialize_outside(model, selection.blocks, source, device)
 
     @torch.no_grad()
     def run(
@@ -126,37 +140,21 @@ class BlockStream:
         dense, sparse = self._capture(windows), self._capture(windows)
         for index, path in enumerate(self._selection.blocks):
             block = self._model.get_submodule(path)
-            materialize(block, path, self._source, self._device, torch.float32)
+            dtypes = materialize(block, path, self._source, self._device)
             advance(block, dense)
             if state.is_done(index):
-                self._restore(block, path, writer, state.shard(index))
+                restore_shard(self._model, writer.partial, state.shard(index))
                 advance(block, calibrating)
             else:
-                reports = self._prune(block, path, calibrating)
-                state.add(self._write(block, path, index, writer), reports, writer)
+                reports = self._prune(block, path, calibrating, dtypes)
+                written = self._write(block, path, index, writer, dtypes)
+                state.add(written, reports, writer)
             advance(block, sparse)
             clock.step(path, timed=not state.was_resumed(index))
             dematerialize(block)
         self._write_outer(writer)
         scores = zip(self._scores(dense, windows), self._scores(sparse, windows), strict=True)
         return _by_text(evaluation, list(scores))
-
-    def _load_outer(self) -> list[str]:
-        """Load everything outside the blocks: embedding, final norm, head."""
-        inside = tuple(f"{path}." for path in self._selection.blocks)
-        stored, outer = set(self._source.names()), []
-        for name, module in self._model.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            if not own or f"{name}.".startswith(inside):
-                continue
-            names = [f"{name}.{leaf}" for leaf in own]
-            if all(full in stored for full in names):
-                for leaf, full in zip(own, names, strict=True):
-                    weight = self._source.load(full).to(self._device, torch.float32)
-                    setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
-                outer += names
-        self._model.tie_weights()
-        return outer
 
     def _capture(self, windows: list[Tensor]) -> Activations:
         first = self._model.get_submodule(self._selection.blocks[0])
@@ -170,19 +168,28 @@ class BlockStream:
         needed = sum(window.numel() for window in windows) * widths * torch.float32.itemsize
         return [torch.cat(windows)] if needed <= _BATCH_BYTES else windows
 
-    def _prune(self, block: nn.Module, path: str, activations: Activations) -> list[LayerReport]:
+    def _prune(
+        self, block: nn.Module, path: str, activations: Activations, dtypes: dict[str, torch.dtype]
+    ) -> list[LayerReport]:
         """Prune the layers of a block and move the activations behind it."""
-        return prune_path(
-            block,
-            path,
-            self._selection.eligible.get(path, ()),
-            activations,
-            self._recipe,
-            store_dtype=self._source.dtype,
-        )
+        eligible = self._selection.eligible.get(path, ())
+        stored = {dtypes[f"{name}.weight"] for name in eligible}
+        if len(stored) > 1:
+            raise UnsupportedError(
+                f"{path} stores its projections in {', '.join(sorted(map(str, stored)))}",
+                need="one dtype for the projections of a block",
+                hint="save the model in one dtype first",
+            )
+        store_dtype = next(iter(stored), None)
+        return prune_path(block, path, eligible, activations, self._recipe, store_dtype=store_dtype)
 
     def _write(
-        self, block: nn.Module, path: str, index: int, writer: CheckpointWriter
+        self,
+        block: nn.Module,
+        path: str,
+        index: int,
+        writer: CheckpointWriter,
+        dtypes: dict[str, torch.dtype],
     ) -> tuple[str, dict[str, Any]]:
         """Pack a pruned block into its shard; return the shard and the entries of its layers."""
         tensors: dict[str, Tensor] = {}
@@ -192,25 +199,14 @@ class BlockStream:
             full = f"{path}.{name}"
             module = full.removesuffix(".weight")
             if full.endswith(".weight") and module in sparse:
-                matrix = pack(parameter.to(self._source.dtype), self._recipe.parsed_pattern)
+                matrix = pack(parameter.to(dtypes[full]), self._recipe.parsed_pattern)
                 entries[module] = asdict(ModuleEntry.of(matrix))
                 tensors |= {f"{module}.{part}": value for part, value in matrix.parts().items()}
             else:
-                tensors[full] = parameter.to(self._source.dtype)
+                tensors[full] = parameter.to(dtypes[full])
         shard = _shard_name(index, len(self._selection.blocks) + 1)
         writer.write_shard(shard, tensors)
         return shard, entries
-
-    def _restore(
-        self, block: nn.Module, path: str, writer: CheckpointWriter, shard: RunState.Shard
-    ) -> None:
-        """Put the weights that an interrupted run has pruned back into `block`."""
-        tensors = read_tensors(writer.partial / shard.file)
-        for module, entry in shard.entries.items():
-            matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
-            linear = block.get_submodule(module.removeprefix(f"{path}."))
-            assert isinstance(linear, nn.Linear)
-            linear.weight.data.copy_(matrix.to_dense())
 
     def _write_outer(self, writer: CheckpointWriter) -> None:
         total = len(self._selection.blocks) + 1

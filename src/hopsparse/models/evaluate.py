@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..errors import ArgumentError
+from ..prune import quiet
 
 
 @dataclass
@@ -37,14 +42,15 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean negative log-likelihood); infinite where exp overflows."""
+        """exp(mean negative log-likelihood): infinite where that overflows, NaN for NaN logits."""
         mean = self.nll / max(1, self.tokens)
-        return math.exp(mean) if mean < 700 else math.inf
+        return math.inf if mean > 700 else math.exp(mean)
 
     def add(self, logits: Tensor, window: Tensor) -> None:
-        """Count one window: logits [1, tokens, vocabulary] against its own next tokens."""
+        """Count one window [1, tokens]: logits [1, tokens, vocabulary] against its next tokens."""
         predicted, target = logits[0, :-1].float(), window[0, 1:].to(logits.device)
-        self.nll += float(F.cross_entropy(predicted, target, reduction="sum").double())
+        losses = F.cross_entropy(predicted, target, reduction="none")
+        self.nll += float(losses.sum(dtype=torch.float64))
         self.tokens += target.numel()
         self.top1.append(predicted.argmax(-1).cpu())
 
@@ -55,19 +61,48 @@ class Quality:
         return same / max(1, self.tokens)
 
 
-@torch.inference_mode()
 def evaluate(model: nn.Module | Callable[[Tensor], Tensor], windows: Iterable[Tensor]) -> Quality:
-    """Run `model` over token windows [1, tokens].
+    """Run `model` over token windows, in evaluation mode and without a cache.
 
     Args:
         model: An HF language model, or a function from token ids to logits.
-        windows: As made by `hopsparse.models.text`.
+        windows: Token ids [1, tokens] on any device.
 
     Returns:
         Quality; `.perplexity`, and `.agreement(other)` between two of them.
+
+    Raises:
+        ArgumentError: A window is not [1, tokens].
+
+    Example:
+        >>> uniform = lambda ids: torch.zeros(1, ids.shape[1], 50)
+        >>> round(evaluate(uniform, [torch.arange(9)[None]]).perplexity, 3)
+        50.0
     """
     quality = Quality()
-    for window in windows:
-        output = model(window)
-        quality.add(getattr(output, "logits", output), window)
+    with _evaluating(model) as run:
+        for window in windows:
+            if window.ndim != 2 or window.shape[0] != 1:
+                raise ArgumentError(
+                    f"a window of shape {list(window.shape)}",
+                    need="[1, tokens]",
+                    hint="window.split(1), or window[None]",
+                )
+            output = run(window)
+            quality.add(getattr(output, "logits", output), window)
     return quality
+
+
+@contextmanager
+def _evaluating(
+    model: nn.Module | Callable[[Tensor], Tensor],
+) -> Iterator[Callable[[Tensor], Any]]:
+    """A function that runs the model where its weights are; modes of submodules come back."""
+    if not isinstance(model, nn.Module):
+        yield model
+        return
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    with quiet(model):
+        yield lambda window: model(window.to(device), **options)

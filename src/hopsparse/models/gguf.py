@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class GGUFSource:
-    """A GGUF file of the Llama or Qwen family, dequantised to bfloat16.
+    """A GGUF file of the Llama or Qwen family, dequantised.
+
+    All weights get one dtype: float16 or float32 where the file holds its matrices in those,
+    bfloat16 where they are bfloat16 or quantised.
 
     Args:
         path: The .gguf file.
@@ -29,8 +32,6 @@ class GGUFSource:
         CheckpointError: The file is damaged.
         UnsupportedError: Its architecture or a tensor type cannot be read.
     """
-
-    dtype = torch.bfloat16
 
     def __init__(self, path: Path, name: str) -> None:
         from gguf import GGUFReader
@@ -50,6 +51,17 @@ class GGUFSource:
         self._family = _family_of(self._architecture, path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._check_types()
+        self._check_rotary()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype in which weights are read."""
+        kinds = {
+            tensor.tensor_type.name for tensor in self._reader.tensors if tensor.shape.size > 1
+        }
+        if kinds == {"F32"}:
+            return torch.float32
+        return torch.float16 if kinds <= {"F16", "F32"} else torch.bfloat16
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -63,12 +75,24 @@ class GGUFSource:
         config.dtype = self.dtype
         return config
 
+    def config_json(self) -> dict[str, Any]:
+        """What differs from the defaults of the architecture."""
+        facts: dict[str, Any] = self.config.to_diff_dict()
+        facts.pop("_name_or_path", None)
+        return facts | {"architectures": [self._model_class]}
+
+    @cached_property
+    def _model_class(self) -> str:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__)
+
     def names(self) -> list[str]:
         """HF names of all tensors."""
         return sorted(self._hf_names)
 
     def load(self, name: str) -> Tensor:
-        """Dequantise one tensor to bfloat16."""
+        """Dequantise one tensor to `dtype`."""
         from gguf.quants import dequantize
 
         stored = self._hf_names.get(name)
@@ -127,6 +151,15 @@ class GGUFSource:
             if stored in self._tensors:
                 names[name] = stored
         return names
+
+    def _check_rotary(self) -> None:
+        """Refuse scaled rotary frequencies: transformers does not read them from GGUF files."""
+        if "rope_freqs.weight" in self._tensors:
+            raise UnsupportedError(
+                f"{self._path} scales its rotary frequencies (rope_freqs.weight)",
+                need="a model whose rotary embedding follows from its fields",
+                hint="the HF folder of the same model",
+            )
 
     def _check_types(self) -> None:
         """Dequantise one row of each type now, so that a bad type fails before any work."""

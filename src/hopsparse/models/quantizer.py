@@ -22,8 +22,9 @@ from ..errors import CheckpointError, UnsupportedError
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
 from ._layers import check_stored, make_sparse, stored_specs
-from .checkpoint import QUANT_METHOD, ModuleEntry, SparseConfig
+from .checkpoint import QUANT_METHOD, SparseConfig
 from .rules import replace_module
+from .save import sparse_modules
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -117,12 +118,8 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[None, dict[str, str]]:
         """Called by `save_pretrained`: brings config.json up to date with casts since loading."""
         sparse = self.quantization_config.sparse
-        modules = {
-            name: ModuleEntry.of(module.matrix)
-            for name, module in model.named_modules()
-            if isinstance(module, SparseLinear)
-        }
-        updated = HopsparseConfig(**replace(sparse, modules=modules).to_json())
+        current = replace(sparse, modules=sparse_modules(model))
+        updated = HopsparseConfig(**current.to_json())
         model.config.quantization_config = updated
         self.quantization_config = updated
         return None, {}
@@ -165,6 +162,15 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in missing
             if name.startswith(of_layers) and f"{prefix}.{name}" not in stored
         }
+
+
+def attach(model: Any, sparse: SparseConfig) -> None:
+    """Give a model whose layers became sparse in memory what a loaded one has."""
+    config = HopsparseConfig(**sparse.to_json())
+    model.config.quantization_config = config
+    model.hf_quantizer = HopsparseQuantizer(config)
+    model.quantization_method = QUANT_METHOD
+    model.is_quantized = True
 
 
 def _dense(layer: nn.Module, dtype: torch.dtype | None) -> nn.Linear:

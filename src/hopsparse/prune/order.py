@@ -62,3 +62,49 @@ def trace_groups(
         for handle in handles:
             handle.remove()
     return groups + [[name] for name in names if name not in called]
+
+
+def is_chain(blocks: Sequence[nn.Module], call: Callable[[], object]) -> bool:
+    """Whether each block is called once, and fed with nothing but the output of the one before.
+
+    Only then can a model be pruned a block at a time: blocks that run side by side, or with a norm
+    between them, would be calibrated on the wrong inputs.
+
+    Args:
+        blocks: In the order in which they are thought to run.
+        call: Runs the whole model on some input.
+
+    Example:
+        >>> layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        >>> is_chain(layers, lambda: layers[1](layers[0](torch.ones(1, 4))))
+        True
+        >>> is_chain(layers, lambda: layers[1](layers[0](torch.ones(1, 4)).relu()))
+        False
+    """
+    # Tensors are kept alive, so that an identity is not given out twice.
+    inputs: list[tuple[int, Any]] = []
+    outputs: list[Any] = []
+
+    def before(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs.append((index, args[0] if args else kwargs.get("hidden_states")))
+
+        return hook
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, (tuple, list)) and output else output)
+
+    handles = [
+        block.register_forward_pre_hook(before(index), with_kwargs=True)
+        for index, block in enumerate(blocks)
+    ]
+    handles += [block.register_forward_hook(after) for block in blocks]
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    in_order = [index for index, _ in inputs] == list(range(len(blocks)))
+    fed = zip(inputs[1:], outputs, strict=False)
+    return in_order and all(given is made for (_, given), made in fed)

@@ -146,7 +146,7 @@ def prune_block(
             need="activations from capture_inputs",
             hint="method magnitude, which needs none",
         )
-    with _quiet(block):
+    with quiet(block):
         if activations is None:
             for name in layers:
                 work.prune(name, None)
@@ -178,7 +178,7 @@ def advance(block: nn.Module, activations: Activations) -> None:
         >>> acts.hidden[0].shape
         torch.Size([1, 2, 4])
     """
-    with _quiet(block):
+    with quiet(block):
         for index in range(len(activations)):
             _store(activations, index, _call(block, activations, index, copy=False))
 
@@ -306,7 +306,7 @@ def _find_layers(block: nn.Module, groups: Sequence[Sequence[str]]) -> dict[str,
 
 
 @contextmanager
-def _quiet(block: nn.Module) -> Iterator[None]:
+def quiet(block: nn.Module) -> Iterator[None]:
     """No gradients, no dropout; the modes of all submodules come back."""
     modes = [(module, module.training) for module in block.modules()]
     block.eval()
