@@ -15,7 +15,6 @@ from hopsparse.formats import (
     FORMATS,
     HYB,
     Bitmask,
-    NMPattern,
     convert,
     format_named,
 )
@@ -212,22 +211,12 @@ def test_malformed_bitmask(change, words):
     refused(replace(MASK_2X10, **change), *words)
 
 
-def test_padded_bitmask_refuses_what_does_not_fit():
-    with pytest.raises(FormatError) as caught:
-        Bitmask.from_dense(torch.ones(1, 6), NMPattern(2, 4))
-    said(caught.value, "6 columns", "a multiple of 4")
-    full = torch.zeros(3, 8)
-    full[2, 4:7] = 1
-    with pytest.raises(FormatError) as caught:
-        Bitmask.from_dense(full, NMPattern(2, 4))
-    said(caught.value, "row 2, group 1 (columns 4 to 7) holds 3", "at most 2 in every 4")
-
-
 @pytest.mark.parametrize(
     ("fmt", "options", "words"),
     [
         ("ellpack", {}, ["'ellpack'", "nm, bsr, csr, csc, hyb, bitmask"]),
         ("csr", {"pattern": "2:4"}, ["pattern 2:4 for format 'csr'"]),
+        ("bitmask", {"pattern": "2:4"}, ["pattern 2:4 for format 'bitmask'"]),
         ("nm", {"block": (16, 16)}, ["block (16, 16) for format 'nm'"]),
         ("nm", {"pattern": "block:4x4"}, ["block:4x4:0.5", "N:M"]),
     ],

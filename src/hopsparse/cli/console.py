@@ -6,6 +6,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..units import bytes_text as bytes_text
+from ..units import seconds_text as seconds_text
+from ..units import time_text as time_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,43 +43,3 @@ def print_error(error: HopsparseError) -> None:
     for label, text in (("got ", error.got), ("need", error.need), ("try ", error.hint)):
         one_line = " ".join(str(text).split())
         console.print(f"[red][bold]{label}[/bold]  {escape(one_line)}[/red]", soft_wrap=True)
-
-
-def bytes_text(count: float) -> str:
-    """Bytes as people read them.
-
-    Example:
-        >>> bytes_text(269_000_000)
-        '269.0 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def time_text(microseconds: float) -> str:
-    """A predicted or measured time in the unit that fits.
-
-    Example:
-        >>> time_text(1234.5)
-        '1.23 ms'
-    """
-    if microseconds < 1000:
-        return f"{microseconds:.1f} us"
-    if microseconds < 1e6:
-        return f"{microseconds / 1e3:.2f} ms"
-    return f"{microseconds / 1e6:.2f} s"
-
-
-def seconds_text(seconds: float) -> str:
-    """A duration, whole seconds.
-
-    Example:
-        >>> seconds_text(125)
-        '2:05'
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -4,7 +4,10 @@ from ._base import VALUE_DTYPES as VALUE_DTYPES
 from ._base import Attribute as Attribute
 from ._base import PartSpec as PartSpec
 from ._base import SparseMatrix as SparseMatrix
+from ._base import nonzero_mask as nonzero_mask
 from .bitmask import Bitmask as Bitmask
+from .bitmask import pack_bits as pack_bits
+from .bitmask import unpack_bits as unpack_bits
 from .bsr import BSR as BSR
 from .convert import FORMATS as FORMATS
 from .convert import convert as convert
@@ -12,6 +15,9 @@ from .convert import format_named as format_named
 from .convert import storage_for as storage_for
 from .csr import CSC as CSC
 from .csr import CSR as CSR
+from .facts import MatrixFacts as MatrixFacts
+from .facts import describe_matrix as describe_matrix
+from .facts import restore_matrix as restore_matrix
 from .hyb import HYB as HYB
 from .nm import NM as NM
 from .nm import packed_k as packed_k
@@ -23,8 +29,6 @@ from .pattern import Unstructured as Unstructured
 from .pattern import parse_pattern as parse_pattern
 from .store import FORMAT_VERSION as FORMAT_VERSION
 from .store import METADATA_KEY as METADATA_KEY
-from .store import describe_matrix as describe_matrix
 from .store import read_facts as read_facts
 from .store import read_matrices as read_matrices
-from .store import restore_matrix as restore_matrix
 from .store import write_matrices as write_matrices

@@ -22,16 +22,16 @@ from ._base import (
     row_slices,
 )
 from ._entries import Entries, dense_counts
-from .pattern import NMPattern
 
 
 @dataclass(frozen=True, eq=False)
 class Bitmask(SparseMatrix):
     """Kept values in row-major order, and a mask that says where they belong.
 
-    A set bit may stand for a stored zero, so that a group of N:M can always hold N values: the
-    `sparse-24-bitmask` layout of compressed-tensors is this format with two bits set in every
-    group of four, its `compressed` [rows, cols / 2] being `values` in two dimensions.
+    A set bit may stand for a stored zero. The `sparse-24-bitmask` layout of compressed-tensors is
+    read as this format: two bits are set in every group of four, and its `compressed`
+    [rows, cols / 2] is `values` in two dimensions. Which zeros it stores is a rule of its own
+    (`hopsparse.models.sparse24`).
 
     Attributes:
         values: Stored numbers [nnz].
@@ -45,39 +45,31 @@ class Bitmask(SparseMatrix):
     PARTS: ClassVar[tuple[str, ...]] = ("values", "mask")
 
     @classmethod
-    def from_dense(cls, dense: Tensor, padded: NMPattern | None = None) -> Self:
+    def from_dense(cls, dense: Tensor) -> Self:
         """Store the non-zeros of `dense`.
 
         Args:
             dense: [rows, cols], any strides, any shape.
-            padded: Store exactly N values of every M columns; a group with fewer non-zeros stores
-                its rightmost zeros too.
 
         Raises:
-            FormatError: The matrix is empty, or `padded` does not fit it.
+            FormatError: The matrix is empty, or of a dtype that no format stores.
 
         Example:
-            >>> m = Bitmask.from_dense(torch.tensor([[0.0, 9.0, 0.0, 0.0]]), NMPattern(2, 4))
+            >>> m = Bitmask.from_dense(torch.tensor([[0.0, 9.0, 0.0, 7.0]]))
             >>> m.values.tolist(), m.mask.tolist()
-            ([9.0, 0.0], [[10]])
+            ([9.0, 7.0], [[10]])
         """
         check_dense(dense)
         rows, cols = dense.shape
-        if padded is None:
-            count = int(dense_counts(dense).sum())
-        else:
-            _check_width(cols, padded)
-            count = rows * cols // padded.m * padded.n
+        count = int(dense_counts(dense).sum())
         values = torch.empty(count, dtype=dense.dtype, device=dense.device)
         mask = torch.empty(rows, -(-cols // 8), dtype=torch.uint8, device=dense.device)
         done, bits = 0, bit_view(values)
         for part in row_slices(rows, cols):
             piece = dense[part].contiguous()
             live = nonzero_mask(piece)
-            stored = live if padded is None else _pad_groups(live, padded, part.start)
-            mask[part] = pack_bits(stored)
-            # Stored zeros are +0, as everywhere.
-            piece_bits = torch.where(live, bit_view(piece), 0)[stored]
+            mask[part] = pack_bits(live)
+            piece_bits = bit_view(piece)[live]
             bits[done : done + piece_bits.numel()] = piece_bits
             done += piece_bits.numel()
         return cls((rows, cols), values, mask)
@@ -177,29 +169,3 @@ def _popcount(mask: Tensor) -> Tensor:
     pairs = mask - ((mask >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
     return (fours + (fours >> 4)) & 0x0F
-
-
-def _check_width(cols: int, pattern: NMPattern) -> None:
-    if cols % pattern.m:
-        raise FormatError(
-            f"{cols} columns for a bitmask padded to {pattern}",
-            need=f"a multiple of {pattern.m} columns",
-            hint="leave out `padded`: a plain bitmask stores any width",
-        )
-
-
-def _pad_groups(live: Tensor, pattern: NMPattern, first_row: int) -> Tensor:
-    """Set further bits, from the right, until every group of M has N."""
-    groups = live.view(live.shape[0], -1, pattern.m)
-    missing = pattern.n - groups.sum(-1, keepdim=True)
-    full = (missing[..., 0] < 0).nonzero()
-    if full.numel():
-        row, group = full[0].tolist()
-        raise FormatError(
-            f"row {first_row + row}, group {group} (columns {group * pattern.m} to "
-            f"{group * pattern.m + pattern.m - 1}) holds {int(groups[row, group].sum())} non-zeros",
-            need=f"at most {pattern.n} in every {pattern.m} columns ({pattern})",
-            hint=f'hopsparse.prune.magnitude(weight, "{pattern}") first',
-        )
-    free_to_the_right = (~groups).flip(-1).cumsum(-1).flip(-1)
-    return (groups | (free_to_the_right <= missing)).flatten(1)

@@ -79,8 +79,7 @@ def convert(
     Args:
         matrix: A valid matrix [rows, cols] of any format and dtype.
         fmt: Token of the format wanted.
-        pattern: For `nm`, the N:M to pack (default: that of `matrix`, else 2:4); for `bitmask`,
-            the N:M to fill groups up to.
+        pattern: For `nm`, the N:M to pack (default: that of `matrix`, else 2:4).
         block: For `bsr`, the sides of a block (default: those of `matrix`, else 32 x 32).
 
     Raises:
@@ -95,7 +94,7 @@ def convert(
     wanted = _check_options(fmt, pattern, block)
     if type(matrix) is target and _unchanged(matrix, wanted, block):
         return matrix
-    if target in (CSR, CSC, HYB, Bitmask) and wanted is None:
+    if target in (CSR, CSC, HYB, Bitmask):
         direct = _by_entries(matrix, target)
         if direct is not None:
             return direct
@@ -105,8 +104,6 @@ def convert(
         return NM.from_dense(dense, wanted or kept)
     if target is BSR:
         return BSR.from_dense(dense, block or (32, 32))
-    if target is Bitmask:
-        return Bitmask.from_dense(dense, wanted)
     return target.from_dense(dense)
 
 
@@ -114,10 +111,8 @@ def _check_options(
     fmt: str, pattern: NMPattern | str | None, block: tuple[int, int] | None
 ) -> NMPattern | None:
     """The pattern as a value, after refusing options of other formats."""
-    if pattern is not None and fmt not in (NM.name, Bitmask.name):
-        raise ArgumentError(
-            f"pattern {pattern} for format {fmt!r}", need="nm or bitmask", hint='fmt="nm"'
-        )
+    if pattern is not None and fmt != NM.name:
+        raise ArgumentError(f"pattern {pattern} for format {fmt!r}", need="nm", hint='fmt="nm"')
     if block is not None and fmt != BSR.name:
         raise ArgumentError(f"block {block} for format {fmt!r}", need="bsr", hint='fmt="bsr"')
     wanted = parse_pattern(pattern) if isinstance(pattern, str) else pattern
@@ -133,7 +128,7 @@ def _unchanged(
         return pattern in (None, matrix.pattern)
     if isinstance(matrix, BSR):
         return block in (None, matrix.block)
-    return pattern is None
+    return True
 
 
 def _by_entries(matrix: SparseMatrix, target: type[SparseMatrix]) -> SparseMatrix | None:

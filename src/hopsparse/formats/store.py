@@ -4,69 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ArgumentError, CheckpointError, FormatError
+from ..files import open_tensors, unreadable, written_whole
 from ._base import SparseMatrix
-from .convert import FORMATS, format_named
+from .convert import FORMATS
+from .facts import describe_matrix, restore_matrix
 
 #: The metadata key that holds the facts.
 METADATA_KEY = "hopsparse"
-#: Readers refuse a larger one.
+#: Of files of matrices and of checkpoints; readers refuse a larger one.
 FORMAT_VERSION = 1
 
 Facts = dict[str, Any]
-_RESTORE = "restore the file from its source, or write it again"
-
-
-def describe_matrix(matrix: SparseMatrix) -> Facts:
-    """The JSON facts of a matrix: with its parts, all that `restore_matrix` needs.
-
-    Example:
-        >>> from hopsparse.formats import CSR
-        >>> describe_matrix(CSR.from_dense(torch.eye(2)))["attributes"]
-        {'nnz': 2}
-    """
-    return {
-        "format": matrix.name,
-        "shape": list(matrix.shape),
-        "dtype": str(matrix.dtype).removeprefix("torch."),
-        "attributes": matrix.attributes(),
-    }
-
-
-def restore_matrix(facts: Mapping[str, Any], parts: Mapping[str, Tensor]) -> SparseMatrix:
-    """Wrap `parts` as the matrix that `facts` describe; contents are left to `validate`.
-
-    Raises:
-        FormatError: The facts are not those of a matrix, or disagree with the parts.
-        ArgumentError: The facts name a format or pattern that does not exist.
-    """
-    kind, shape, dtype = _read_facts(facts)
-    specs = kind.part_specs(shape, dtype, facts["attributes"])
-    for part, (size, part_dtype) in specs.items():
-        if part not in parts:
-            raise FormatError(
-                f"part {part!r} of the {kind.name} matrix is missing",
-                need="parts " + ", ".join(specs),
-                hint=_RESTORE,
-            )
-        tensor = parts[part]
-        if tuple(tensor.shape) != size or tensor.dtype != part_dtype:
-            raise FormatError(
-                f"part {part!r} is {tensor.dtype} {list(tensor.shape)}",
-                need=f"{part_dtype} {list(size)}, as the facts of the {kind.name} matrix say",
-                hint=_RESTORE,
-            )
-    return kind.from_parts(shape, parts, facts["attributes"])
 
 
 def write_matrices(
@@ -105,7 +63,8 @@ def write_matrices(
                 )
             tensors[key] = tensor.detach()
     header = {"format_version": FORMAT_VERSION, "matrices": facts}
-    _write_atomically(target, _separate(tensors), {METADATA_KEY: json.dumps(header)})
+    with written_whole(target) as temporary:
+        save_file(_separate(tensors), temporary, metadata={METADATA_KEY: json.dumps(header)})
 
 
 def read_matrices(
@@ -151,16 +110,9 @@ class _Reader:
             raise CheckpointError(
                 f"{path} does not exist", need="a safetensors file", hint="check the path"
             )
-        try:
-            self._file = cast(Any, safe_open)(path, framework="pt")
-            metadata, self._keys = self._file.metadata() or {}, set(self._file.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is truncated or corrupt ({error})",
-                need="a complete safetensors file",
-                hint=_RESTORE,
-            ) from None
-        self.facts = _parse_header(path, metadata)
+        self._file = open_tensors(path)
+        self._keys = set(self._file.keys())
+        self.facts = _parse_header(path, self._file.metadata() or {})
 
     def __enter__(self) -> _Reader:
         self._file.__enter__()
@@ -203,11 +155,7 @@ class _Reader:
         try:
             tensor: Tensor = self._file.get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {key!r} cannot be read ({error})",
-                need="a complete safetensors file",
-                hint=_RESTORE,
-            ) from None
+            raise unreadable(self.path, error) from error
         return tensor
 
 
@@ -215,7 +163,7 @@ def _parse_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Facts]:
     try:
         header = json.loads(metadata[METADATA_KEY])
         version, facts = header["format_version"], header["matrices"]
-        sound = isinstance(version, int) and isinstance(facts, dict)
+        sound = type(version) is int and version > 0 and isinstance(facts, dict)
         sound = sound and all(isinstance(entry, dict) for entry in facts.values())
     except (KeyError, TypeError, ValueError):
         sound = False
@@ -232,24 +180,6 @@ def _parse_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Facts]:
             hint="pip install --upgrade hopsparse",
         )
     return dict(facts)
-
-
-def _read_facts(
-    facts: Mapping[str, Any],
-) -> tuple[type[SparseMatrix], tuple[int, int], torch.dtype]:
-    """Format, shape and dtype, after checking that the facts have the form of facts."""
-    shape, attributes = facts.get("shape"), facts.get("attributes")
-    dtype = getattr(torch, str(facts.get("dtype")), None)
-    sound = isinstance(shape, list | tuple) and len(shape) == 2
-    if not sound or not all(type(side) is int and side > 0 for side in cast(Any, shape)):
-        raise FormatError(f"shape {shape!r}", need="[rows, cols], both positive", hint=_RESTORE)
-    if not isinstance(dtype, torch.dtype) or not isinstance(attributes, Mapping):
-        raise FormatError(
-            f"dtype {facts.get('dtype')!r} and attributes {attributes!r}",
-            need="the name of a torch dtype, and an object",
-            hint=_RESTORE,
-        )
-    return format_named(str(facts.get("format"))), tuple(cast(Any, shape)), dtype
 
 
 def _tensors_of(name: str, item: SparseMatrix | Tensor) -> dict[str, Tensor]:
@@ -270,44 +200,3 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         apart[key] = tensor
     return apart
-
-
-def _write_atomically(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    partial: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".partial"
-        )
-        os.close(handle)
-        partial = Path(name)
-        save_file(tensors, partial, metadata=metadata)
-        with partial.open("rb+") as file:
-            # mkstemp keeps others out; the finished file gets the rights of an ordinary one.
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-            os.fsync(file.fileno())
-        partial.replace(target)
-        _sync_folder(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{target} cannot be written ({error})",
-            need="an existing folder with write permission and enough space",
-            hint="free some space, or choose another folder",
-        ) from None
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

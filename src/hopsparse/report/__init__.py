@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, CheckpointError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
+from ..files import written_whole
 from .predicted import TOKENS, Predicted, predict_layers
 
 __all__ = ["TOKENS", "Predicted", "check_extras", "predict_layers", "write_report"]
@@ -55,17 +55,8 @@ def write_report(report: Mapping[str, Any], path: Path | str) -> Path:
     from .page import render
 
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
     page = render(report, predict_layers(report["layers"]))
-    try:
+    again = "free some space, then write_report(json.load(report.json), path)"
+    with written_whole(path, again) as temporary:
         temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error.strerror})",
-            need="room and permission for one HTML file",
-            hint="free some space, then write_report(json.load(report.json), path)",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

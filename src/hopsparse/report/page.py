@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..units import bytes_text, duration_text, time_text
 from .figures import NARROW, PAIR, PALETTE, TIMES, WIDE, LayerError, error_bars, predicted_bars
 from .predicted import TOKENS, LayerTimes, Predicted
 
@@ -22,7 +23,9 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(size=_size, duration=_duration, micros=_micros)
+    environment.filters.update(
+        size=bytes_text, duration=duration_text, micros=lambda us: time_text(us, "µ")
+    )
     errors = layer_errors(report["layers"])
     colours = colours_of(errors)
     return environment.get_template("page.html.j2").render(
@@ -83,7 +86,7 @@ def _headline(report: Mapping[str, Any], predicted: Predicted) -> list[tuple[str
         (
             f"{stored['sparse'] / max(1, stored['dense']):.2f}{TIMES}",
             "size",
-            f"{_size(stored['dense'])} → {_size(stored['sparse'])}",
+            f"{bytes_text(stored['dense'])} → {bytes_text(stored['sparse'])}",
         )
     )
     if predicted.totals:
@@ -131,22 +134,3 @@ def _date(text: str) -> str:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     except ValueError:
         return text
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
-
-
-def _micros(microseconds: float) -> str:
-    if microseconds < 1000:
-        return f"{microseconds:.1f} µs"
-    return f"{microseconds / 1000:.2f} ms"
