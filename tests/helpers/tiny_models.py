@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,6 +14,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+Model = TypeVar("Model", LlamaForCausalLM, Qwen3ForCausalLM)
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SIZES = {
@@ -48,14 +50,21 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """A random Llama of 3 blocks in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(**SIZES | {"tie_word_embeddings": True} | changes)
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    return _in_bfloat16(LlamaForCausalLM(config))
 
 
 def tiny_qwen3(seed: int = 0) -> Qwen3ForCausalLM:
     """A random Qwen3 of 3 blocks in bfloat16, with a head of its own."""
     torch.manual_seed(seed)
     config = Qwen3Config(**SIZES | {"tie_word_embeddings": False})
-    return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    return _in_bfloat16(Qwen3ForCausalLM(config))
+
+
+def _in_bfloat16(model: Model) -> Model:
+    """Weights in bfloat16 and rotary frequencies in float32, as loaders leave them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.eval()
 
 
 def save_model(model: LlamaForCausalLM | Qwen3ForCausalLM, folder: Path) -> Path:

@@ -1,30 +1,27 @@
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hopsparse
-from hopsparse.errors import ArgumentError, CalibrationError, CheckpointError, UnsupportedError
+from hopsparse.errors import CalibrationError, CheckpointError, UnsupportedError
 from hopsparse.models.checkpoint import CheckpointReader
 from hopsparse.models.evaluate import evaluate
 from hopsparse.models.options import Progress, SparsifyOptions
-from hopsparse.models.sparsify import sparsify, sparsify_checkpoint
+from hopsparse.models.sparsify import sparsify_checkpoint
 from hopsparse.models.text import leading_windows, read_text
 from hopsparse.nn import SparseLinear
-from hopsparse.prune import Activations, Recipe, prune_block, trace_groups
+from hopsparse.prune import Recipe
 from tests.helpers.tiny_models import byte_tokenizer, save_model, tiny_llama, tiny_qwen3, write_text
 
 PROJECTIONS = 7 * 3
@@ -179,8 +176,7 @@ def test_killed_and_resumed_is_bit_identical(
     program = f"""
         import os, signal
         from pathlib import Path
-        from hopsparse.models.evaluate import evaluate
-from hopsparse.models.options import SparsifyOptions
+        from hopsparse.models.options import SparsifyOptions
         from hopsparse.models.sparsify import sparsify_checkpoint
         from hopsparse.prune import Recipe
         text = Path({str(tmp_path / "text.txt")!r})
@@ -284,143 +280,3 @@ def test_weights_that_are_not_finite(options: SparsifyOptions, tmp_path: Path) -
     with pytest.raises(hopsparse.HopsparseError, match=r"finite"):
         sparsify_checkpoint(str(folder), tmp_path / "out", Recipe("2:4"), options=options)
     assert not (tmp_path / "out").exists()
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    """Blocks in a chain, with a layer before and one behind."""
-
-    def __init__(self, between: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.blocks = nn.ModuleList(Residual(16) for _ in range(3))
-        self.between = between
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x if self.between is None else self.between(x))
-        return self.head(x)
-
-
-def test_any_module_with_a_chain_of_blocks() -> None:
-    model = Net().train()
-    model.embed.eval()
-    reports = sparsify(model, "2:4", [torch.randn(32, 8) for _ in range(3)])
-    assert [report.name for report in reports] == [
-        f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")
-    ]
-    assert isinstance(model.blocks[1].up, SparseLinear)
-    assert type(model.embed) is nn.Linear
-    # Every module keeps the mode it had, frozen ones too.
-    assert model.training
-    assert model.blocks[1].up.training
-    assert not model.embed.training
-    model(torch.randn(2, 8)).sum().backward()
-    assert model.embed.weight.grad is not None
-
-
-class Parallel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.heads = nn.ModuleList(Residual(16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x).relu()
-        return sum(head(x) for head in self.heads)
-
-
-@pytest.mark.parametrize("make", [Parallel, lambda: Net(nn.LayerNorm(16))])
-def test_a_list_that_is_no_chain_is_pruned_as_one_block(make: Callable[[], nn.Module]) -> None:
-    """Statistics of each layer are of what it sees in the whole model."""
-    model = make()
-    width = next(model.parameters()).shape[1]
-    inputs = [torch.randn(64, width) for _ in range(2)]
-    expected = copy.deepcopy(model)
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    groups = trace_groups(expected, names, lambda: expected(inputs[0]))
-    activations = Activations(list(inputs), [(), ()], [{}, {}])
-    wanted = prune_block(expected, groups, activations, Recipe("2:4"))
-    reports = sparsify(model, "2:4", inputs)
-    found = {report.name: report.output_error for report in reports}
-    assert found == {report.name: report.output_error for report in wanted}
-
-
-@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
-def test_a_plain_list_of_linear_layers(kind: type[nn.Module]) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layers = [nn.Linear(16, 16) for _ in range(3)]
-            self.layers = nn.Sequential(*layers) if kind is nn.Sequential else kind(layers)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x
-
-    model = Stack()
-    reports = sparsify(model, "2:4", [torch.randn(64, 16)])
-    assert [report.name for report in reports] == [f"layers.{index}" for index in range(3)]
-
-
-def test_magnitude_needs_no_inputs() -> None:
-    model = Net()
-    reports = sparsify(model, Recipe("2:4", "magnitude"))
-    assert len(reports) == 6
-    with pytest.raises(ArgumentError, match="without activations"):
-        sparsify(Net(), "2:4")
-
-
-def test_inputs_by_name() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 8)
-
-        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            return self.linear(x * scale)
-
-    reports = sparsify(Named(), "2:4", [{"x": torch.randn(32, 16), "scale": 2.0}])
-    assert reports[0].tokens == 32
-    with pytest.raises(CalibrationError, match="a tensor for 'x'"):
-        sparsify(Named(), "2:4", [{"scale": 2.0}])
-
-
-def test_a_transformers_model_in_memory_saves_and_loads(tmp_path: Path) -> None:
-    model = tiny_llama().float()
-    ids = torch.randint(0, 200, (4, 24))
-    sparsify(model, "2:4", [row[None] for row in ids])
-    with torch.no_grad():
-        expected = model(ids).logits
-    model.save_pretrained(tmp_path / "theirs")
-    hopsparse.save(model, tmp_path / "ours")
-    for folder in ("theirs", "ours"):
-        for load in (AutoModelForCausalLM.from_pretrained, hopsparse.load):
-            again = load(tmp_path / folder)
-            with torch.no_grad():
-                assert torch.equal(again(ids).logits, expected)
-
-
-def test_any_module_saves_and_loads_into_its_like(tmp_path: Path) -> None:
-    model, x = Net(), torch.randn(5, 8)
-    sparsify(model, "2:4", [torch.randn(32, 8)])
-    hopsparse.save(model, tmp_path / "out")
-    again = hopsparse.load(tmp_path / "out", into=Net())
-    assert torch.equal(again(x), model(x))
-    with pytest.raises(ArgumentError, match="without sparse layers"):
-        hopsparse.save(Net(), tmp_path / "other")
-
-
-def test_a_module_without_linear_layers() -> None:
-    with pytest.raises(UnsupportedError, match="without any layer"):
-        sparsify(nn.Sequential(nn.ReLU()), "2:4", [torch.randn(2, 4)])
