@@ -13,7 +13,7 @@ from hopsparse.formats.pattern import (
     parse_pattern,
 )
 
-FRACTIONS = st.floats(0.01, 0.99).map(lambda value: round(value, 4))
+FRACTIONS = st.floats(0, 1, exclude_min=True, exclude_max=True)
 PATTERNS = st.one_of(
     st.tuples(st.integers(1, 63), st.integers(2, 64))
     .filter(lambda pair: pair[0] < pair[1])
@@ -26,6 +26,13 @@ PATTERNS = st.one_of(
 @given(PATTERNS)
 def test_text_round_trip(pattern: Pattern) -> None:
     assert parse_pattern(str(pattern)) == pattern
+
+
+@pytest.mark.parametrize("fraction", [1 / 3, 0.9999999, 1 - 2**-53, 5e-324, 0.5])
+def test_text_keeps_every_digit(fraction: float) -> None:
+    for pattern in (Unstructured(fraction), BlockPattern(32, 16, fraction)):
+        assert parse_pattern(str(pattern)) == pattern
+    assert str(Unstructured(0.5)) == "unstructured:0.5"
 
 
 def test_what_users_write() -> None:

@@ -45,7 +45,7 @@ class Unstructured:
         _check_fraction(self.sparsity, "unstructured:0.5")
 
     def __str__(self) -> str:
-        return f"unstructured:{self.sparsity:g}"
+        return f"unstructured:{float(self.sparsity)!r}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BlockPattern:
         _check_fraction(self.sparsity, "block:32x32:0.5")
 
     def __str__(self) -> str:
-        return f"block:{self.rows}x{self.cols}:{self.sparsity:g}"
+        return f"block:{self.rows}x{self.cols}:{float(self.sparsity)!r}"
 
 
 Pattern = NMPattern | Unstructured | BlockPattern
@@ -109,5 +109,7 @@ def _fraction(text: str) -> float:
 def _check_fraction(value: float, example: str) -> None:
     if not 0 < value < 1:
         raise ArgumentError(
-            f"sparsity {value:g}", need="a fraction between 0 and 1, both excluded", hint=example
+            f"sparsity {float(value)!r}",
+            need="a fraction between 0 and 1, both excluded",
+            hint=example,
         )
