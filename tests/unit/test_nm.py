@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hopsparse.errors import FormatError
 from hopsparse.formats import NM, NMPattern, packed_k, parse_pattern, window_columns
+from hopsparse.formats._windows import window_table
 from tests.helpers import matrices as mk
 
 DOC = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -301,3 +302,11 @@ def best_seconds(action) -> float:
         return time.process_time() - start
 
     return min(once() for _ in range(3))
+
+
+def test_packing_does_not_follow_the_default_device() -> None:
+    window_table.cache_clear()
+    dense = torch.tensor([[1.0, 0.0, 0.0, 2.0, 0.0, 3.0]])
+    with torch.device("meta"):
+        packed = NM.from_dense(dense, NMPattern(4, 6))
+        assert torch.equal(packed.to_dense(), dense)

@@ -33,6 +33,9 @@ VALUE_DTYPES = (
 #: second copy of a layer is alive.
 CHUNK_ELEMENTS = 1 << 18
 
+#: The same on a GPU, where a piece costs launches, and nothing is gained from small ones.
+CUDA_CHUNK_ELEMENTS = 1 << 24
+
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -167,9 +170,16 @@ def nonzero_mask(values: Tensor) -> Tensor:
     return (bits & ((1 << (8 * values.element_size() - 1)) - 1)) != 0
 
 
-def row_slices(rows: int, cols: int, multiple: int = 1) -> Iterator[slice]:
-    """Consecutive rows, about `CHUNK_ELEMENTS` entries and a multiple of `multiple` rows each."""
-    step = max(1, CHUNK_ELEMENTS // (multiple * max(1, cols))) * multiple
+def chunk_elements(device: torch.device | None) -> int:
+    """Entries of a piece on `device`; None is the CPU."""
+    return CUDA_CHUNK_ELEMENTS if device is not None and device.type == "cuda" else CHUNK_ELEMENTS
+
+
+def row_slices(
+    rows: int, cols: int, multiple: int = 1, device: torch.device | None = None
+) -> Iterator[slice]:
+    """Consecutive rows, about `chunk_elements` entries and a multiple of `multiple` rows each."""
+    step = max(1, chunk_elements(device) // (multiple * max(1, cols))) * multiple
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 

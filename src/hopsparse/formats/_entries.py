@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._base import CHUNK_ELEMENTS, bit_view, nonzero_mask, row_slices
+from ._base import bit_view, chunk_elements, nonzero_mask, row_slices
 
 
 class Entries(NamedTuple):
@@ -28,7 +28,7 @@ class Entries(NamedTuple):
 
 def dense_entries(dense: Tensor) -> Iterator[Entries]:
     """The non-zeros of a dense matrix [rows, cols] of any strides."""
-    for rows in row_slices(*dense.shape):
+    for rows in row_slices(dense.shape[0], dense.shape[1], device=dense.device):
         piece = dense[rows].contiguous()
         live = nonzero_mask(piece)
         row, col = live.nonzero().unbind(1)
@@ -38,23 +38,24 @@ def dense_entries(dense: Tensor) -> Iterator[Entries]:
 def dense_counts(dense: Tensor) -> Tensor:
     """Non-zeros of each row, int64 [rows]."""
     counts = torch.empty(dense.shape[0], dtype=torch.int64, device=dense.device)
-    for rows in row_slices(*dense.shape):
+    for rows in row_slices(dense.shape[0], dense.shape[1], device=dense.device):
         counts[rows] = nonzero_mask(dense[rows].contiguous()).sum(1)
     return counts
 
 
 def pointed_rows(indptr: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Rows, their entries, and the row of each entry, about `CHUNK_ELEMENTS` entries a piece.
+    """Rows, their entries, and the row of each entry, about `chunk_elements` entries a piece.
 
     Pieces are cut by entries, not by rows: a graph of a million columns has few entries a row.
     """
     rows, count = indptr.numel() - 1, int(indptr[-1])
-    marks = torch.arange(0, max(1, count), CHUNK_ELEMENTS, device=indptr.device).to(indptr.dtype)
+    step, device = chunk_elements(indptr.device), indptr.device
+    marks = torch.arange(0, max(1, count), step, device=device).to(indptr.dtype)
     cuts = torch.searchsorted(indptr, marks, right=True).sub_(1).clamp_(0, rows)
     starts = sorted({0, *cuts.tolist(), rows})
     for first, last in pairwise(starts):
         lengths = indptr[first : last + 1].diff()
-        row = torch.repeat_interleave(torch.arange(first, last, device=indptr.device), lengths)
+        row = torch.repeat_interleave(torch.arange(first, last, device=device), lengths)
         yield slice(first, last), slice(int(indptr[first]), int(indptr[last])), row
 
 

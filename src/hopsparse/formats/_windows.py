@@ -58,7 +58,9 @@ def windows_of(pattern: NMPattern) -> int:
 def window_table(m: int, device: torch.device) -> WindowTable:
     """The table of groups of `m` columns."""
     column4, live4, taken4 = _nibble_table()
-    masks = torch.arange(1 << m)
+    # On the CPU by name: inside `with torch.device(...)` the default is another device, and the
+    # table outlives the block.
+    masks = torch.arange(1 << m, device="cpu")
     count = sum(((masks >> bit) & 1 for bit in range(m)), torch.zeros_like(masks))
     open_bits, columns, lives, nibbles = masks, [], [], []
     for start in range(0, m - 3, 2):
@@ -75,7 +77,7 @@ def window_table(m: int, device: torch.device) -> WindowTable:
     )
 
 
-def _nibble_table() -> tuple[Tensor, Tensor, Tensor]:
+def _nibble_table() -> tuple[Tensor, ...]:
     """For each 4-bit mask: two columns in rising order, which of them are live, bits taken.
 
     Missing entries take the lowest free columns: the canonical form. An empty window is (0, 1).
@@ -88,4 +90,4 @@ def _nibble_table() -> tuple[Tensor, Tensor, Tensor]:
         columns.append(pair)
         lives.append([bit in chosen for bit in pair])
         taken.append(sum(1 << bit for bit in chosen))
-    return torch.tensor(columns), torch.tensor(lives), torch.tensor(taken)
+    return tuple(torch.tensor(part, device="cpu") for part in (columns, lives, taken))

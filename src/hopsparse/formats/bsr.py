@@ -73,14 +73,14 @@ class BSR(SparseMatrix):
         _check_block(block)
         shape = (dense.shape[0], dense.shape[1])
         unit = blocks_per_line(block, dense.element_size())
-        pieces = row_slices(*shape, multiple=block[0])
+        pieces = row_slices(*shape, block[0], dense.device)
         held = torch.cat([_tiles(dense[rows], block)[1].sum(1) for rows in pieces])
         indptr = pointers((held + unit - 1) // unit * unit)
         count = int(indptr[-1])
         values = torch.zeros((count, *block), dtype=dense.dtype, device=dense.device)
         indices = torch.full((count,), -1, dtype=torch.int32, device=dense.device)
         bits = bit_view(values)
-        for rows in row_slices(*shape, multiple=block[0]):
+        for rows in row_slices(*shape, block[0], dense.device):
             tiles, live = _tiles(dense[rows], block)
             row, col = live.nonzero().unbind(1)
             rank = torch.arange(row.numel(), device=row.device) - _starts(live)[row]
@@ -153,7 +153,7 @@ class BSR(SparseMatrix):
 
     def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Rows, their blocks, and the block row of each block, counted from the first of them."""
-        for rows in row_slices(*self.shape, multiple=self.block[0]):
+        for rows in row_slices(*self.shape, self.block[0], self.device):
             bounds = self.indptr[rows.start // self.block[0] : -(-rows.stop // self.block[0]) + 1]
             where = slice(int(bounds[0]), int(bounds[-1]))
             yield rows, where, torch.repeat_interleave(bounds.diff())

@@ -192,13 +192,21 @@ class CSR(_Compressed):
                 f"{tensor.shape[1]} columns", need=f"at most {limit}", hint="split the matrix"
             )
         values, indices = tensor.values().detach(), tensor.col_indices()
-        wide = indices.clamp(-1, limit) if indices.dtype == torch.int64 else indices
         indptr = tensor.crow_indices()
         if indptr.numel() and int(indptr.abs().max()) <= limit:
             # A pointer past int32 keeps its dtype, and `validate` names it.
             indptr = indptr.to(pointer_dtype(values.numel()))
-        shape = (tensor.shape[0], tensor.shape[1])
-        matrix = cls(shape, values, wide.to(torch.int32), indptr)
+        # Out of the int32 range is out of the matrix too, but `validate` would see it wrapped.
+        matrix = cls((tensor.shape[0], tensor.shape[1]), values, indices.to(torch.int32), indptr)
+        beyond = (indices != matrix.indices).nonzero()
+        if beyond.numel():
+            at = int(beyond[0])
+            row = int((tensor.crow_indices() <= at).sum()) - 1
+            raise FormatError(
+                f"row {row} has column {int(indices[at])} at entry {at}",
+                need=f"columns from 0 to {tensor.shape[1] - 1}",
+                hint="indices count from 0; is the shape right?",
+            )
         matrix.validate()
         return matrix
 

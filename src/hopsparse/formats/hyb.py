@@ -135,7 +135,7 @@ class HYB(SparseMatrix):
             FormatError: The first fact that does not hold.
         """
         self._check_parts()
-        for rows in row_slices(self.shape[0], self.ell_indices.shape[0]):
+        for rows in row_slices(self.shape[0], self.ell_indices.shape[0], device=self.device):
             self._validate_ell(rows)
         self._validate_tail()
 
@@ -171,7 +171,7 @@ class HYB(SparseMatrix):
     def _pieces(self) -> Iterator[Entries]:
         """Entries of whole rows, ELL before tail."""
         ell, tail = bit_view(self.ell_values), bit_view(self.tail_values)
-        for rows in row_slices(self.shape[0], self.ell_indices.shape[0]):
+        for rows in row_slices(self.shape[0], self.ell_indices.shape[0], device=self.device):
             slots = self.ell_indices[:, rows].T.contiguous()
             used = slots >= 0
             bounds = torch.tensor([rows.start, rows.stop], device=self.device, dtype=torch.int32)

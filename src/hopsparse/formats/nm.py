@@ -120,8 +120,8 @@ class NM(SparseMatrix):
         return {"pattern": str(self.pattern)}
 
     def _row_chunks(self) -> Iterator[tuple[slice, slice]]:
-        """Panels and the rows they hold, a cache-sized piece at a time."""
-        for rows in row_slices(*self.shape, multiple=_panels.PANEL_ROWS):
+        """Panels and the rows they hold, a piece at a time."""
+        for rows in row_slices(*self.shape, _panels.PANEL_ROWS, self.device):
             yield slice(rows.start // _panels.PANEL_ROWS, -(-rows.stop // _panels.PANEL_ROWS)), rows
 
     def _pack_rows(self, dense: Tensor, panel: slice, first_row: int) -> None:
