@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from hopsparse.errors import ArgumentError, FormatError
 from hopsparse.formats import BSR, FORMATS, NM, NMPattern
+from hopsparse.measure.error import product_bound
 from hopsparse.nn import SparseLinear
+from hopsparse.ops import _product
 
 FORMAT_NAMES = sorted(FORMATS)
 
@@ -61,9 +63,19 @@ def test_says_what_it_is() -> None:
     assert sorted(layer.state_dict()) == ["bias", "meta", "values"]
     plan = layer.plan(torch.ones(1, 64))
     assert (plan.op, plan.name) == ("spmm_nm", "reference")
-    for fmt in ("csc", "hyb", "bitmask"):
-        plan = SparseLinear.from_linear(dense_layer(), fmt).plan(torch.ones(1, 64))
-        assert plan.describe() == f"linear runs decompressed: format {fmt} has no operator"
+
+
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_plan_tells_the_memory_it_keeps(fmt: str, dtype: torch.dtype) -> None:
+    layer, x = SparseLinear.from_linear(dense_layer(dtype), fmt), torch.ones(1, 64, dtype=dtype)
+    said = layer.plan(x).describe()
+    layer(x)
+    kept = layer._decoded[1]
+    assert kept.dtype == dtype
+    assert said.endswith(f"w is decoded once and kept, {kept.nbytes} bytes")
+    layer.keep_decoded = False
+    assert layer.plan(x).why.endswith("w is decoded at every call")
 
 
 def test_state_dict_round_trip(layer: SparseLinear) -> None:
@@ -235,6 +247,37 @@ def test_autocast_follows_the_weight() -> None:
     x = torch.randn(3, 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), layer(x.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_returns_what_the_dense_layer_returns(
+    dtype: torch.dtype, given: torch.dtype, cast: torch.dtype
+) -> None:
+    dense = dense_layer(dtype)
+    sparse, x = SparseLinear.from_linear(dense), torch.ones(3, 64, dtype=given)
+    with torch.autocast("cpu", cast):
+        assert sparse(x).dtype == dense(x).dtype == cast
+    assert sparse(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (2,), (3, 5), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_sixteen_bit_weights_are_multiplied_in_float32_pieces(
+    tokens: tuple[int, ...], dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_product, "WIDE_ELEMENTS", 5 * 64)  # 48 rows, the last piece ragged
+    dense = dense_layer(dtype, bias)
+    layer, x = SparseLinear.from_linear(dense), torch.randn(*tokens, 64).to(dtype)
+    y = layer(x)
+    assert y.dtype == dtype
+    assert y.shape == (*tokens, 48)
+    exact = x.double() @ dense.weight.double().T
+    exact = exact + dense.bias.double() if bias else exact
+    bound = product_bound(x, dense.weight, torch.float32, dtype, dense.bias)
+    assert ((y.double() - exact).abs() <= bound).all()
 
 
 def test_meta_forward_gives_the_shape() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import hopsparse
 from hopsparse.errors import ArgumentError, FormatError, UnsupportedError
 from hopsparse.formats import CSR, NM, NMPattern
 from hopsparse.measure.error import product_bound
 from hopsparse.ops import COMPUTE_DTYPES, OPS, Case, decompress
+from hopsparse.ops._product import check_capture
 from tests.helpers.products import CASES, OPERATORS, SMALL, SMALL_IDS, dense_weight, run, store
 
 
@@ -162,11 +169,49 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_the_name_of_an_operator_is_its_function(op: str) -> None:
+    """In this process after its folder was imported, and in a fresh one before."""
+    function = getattr(hopsparse.ops, op)
+    assert function is OPERATORS[op].__dict__[op]
+    case = CASES[op].SMOKE[0]
+    w, x = store(op, case, torch.ones(case.out, case.k) * 0), torch.ones(2, case.k)
+    assert function(w, x, bias=torch.ones(case.out)).unique().tolist() == [1]
+    program = (
+        "import importlib\n"
+        f"cases = importlib.import_module('hopsparse.ops.{op}.cases')\n"
+        f"from hopsparse.ops.{op} import op, reference\n"
+        f"from hopsparse.ops import {op}\n"
+        f"print({op} is op.{op}, len(cases.SMOKE) > 0, callable(reference.{op}))\n"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "True True True"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operator_has_its_page(op: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "ops" / f"{op}.md"
+    assert page.read_text(encoding="utf-8").startswith(f"# {op}\n")
+
+
+def test_decoding_is_refused_in_a_capture_before_it_touches_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What a GPU would answer; the gpu tier captures in earnest.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    w = CSR.from_dense(torch.ones(4, 4))
+    check_capture(w, "warm up")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), name="csr")
+    with pytest.raises(UnsupportedError, match="csr weight to decode while .* warm up"):
+        check_capture(on_gpu, "warm up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_plans_are_named(op: str) -> None:
     case = CASES[op].SMOKE[0]
     w = store(op, case, torch.zeros(case.out, case.k))
     plan = OPERATORS[op].plan(w, torch.ones(1, case.k))
-    assert plan.describe() == f"{op} runs reference: x is on the CPU"
+    assert plan.describe() == f"{op} runs reference: x is on the CPU; w is decoded at every call"
     assert OPERATORS[op].plan(w, torch.ones(1, case.k, device="meta")).name == "dense"
 
 

@@ -17,7 +17,17 @@ def test_bound_covers_rounding_and_rejects_a_wrong_entry(dtype: torch.dtype) -> 
     assert ((x.float() @ w.float().T).to(dtype).double() - exact).abs().le(bound).all()
     swapped = w[:, torch.tensor([1, 0, *range(2, 256)])]
     wrong = (x.double() @ swapped.double().T - exact).abs()
-    assert (wrong > bound).double().mean() > 0.75
+    assert (wrong > bound).any(0).all()  # one of the tokens gives each row of w away
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_missing_term_is_noticed(dtype: torch.dtype) -> None:
+    # Of 64 ones the bound is 64 u and a little, a quarter of one term in bfloat16.
+    x, w = torch.ones(3, 64, dtype=dtype), torch.ones(2, 64, dtype=dtype)
+    bound = product_bound(x, w, torch.float32, dtype)
+    assert (bound < 1).all()
+    shorter = x[:, :63].double() @ w[:, :63].double().T
+    assert ((shorter - 64).abs() > bound).all()
 
 
 def test_exact_inputs_leave_only_the_output_rounding() -> None:

@@ -14,12 +14,23 @@ from ..errors import ArgumentError
 from ..formats import BSR, format_named, parse_pattern
 from ..formats._base import Attribute, SparseMatrix
 from ..formats.bsr import blocks_per_line
-from ..ops import COMPUTE_DTYPES, Plan, check_product, decompress, product
+from ..ops._product import (
+    COMPUTE_DTYPES,
+    Plan,
+    check_capture,
+    check_inputs,
+    check_weight,
+    finish_decoding,
+    planned_product,
+    product,
+    product_plan,
+    reference_product,
+)
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 
-# The operator and the plan of each format that has them; the others run decompressed.
+# The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
     "nm": (spmm_nm.spmm_nm, spmm_nm.plan),
     "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
@@ -33,11 +44,17 @@ class SparseLinear(nn.Module):
     The parts of the matrix are buffers under their own names (`values`, `meta`, ...), so that
     state_dict, `.to()`, deepcopy and safetensors see plain tensors. A cast changes values only.
 
-    On the CPU a decoded weight is kept between calls, because decoding costs more than the
-    product of one token. It is in float32, 4 bytes an entry, and never saved, copied or moved. It
-    is dropped when a part is another tensor or was changed in place; only edits through `.data`
-    go unnoticed. It is not used while compiling, nor where values need a gradient.
-    `SparseLinear.keep_decoded = False`, on the class or a module, trades the time for the memory.
+    There are no kernels yet, so the first call decodes the weight and later calls multiply with
+    what it made: the time of the dense layer, and its memory on top of the stored matrix. The
+    decoded weight has the dtype of the values on every device (2 bytes an entry in bfloat16;
+    `plan(x).describe()` says how many in all) and is never saved, copied or moved. It is dropped
+    when a part is another tensor or was changed in place; only edits through `.data` go unnoticed.
+    `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead.
+    So do compiled calls, values that need a gradient, and parts made in inference mode, whose
+    changes torch does not count.
+
+    A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
+    because decoding reads counts back from the GPU.
 
     Args:
         matrix: The weight, in any format.
@@ -155,16 +172,25 @@ class SparseLinear(nn.Module):
         return self.matrix.to_dense()
 
     def plan(self, x: Tensor) -> Plan:
-        """What `self(x)` will run.
+        """What `self(x)` will run, and the memory that it keeps for that.
 
         Example:
-            >>> layer = SparseLinear.from_linear(nn.Linear(4, 4), "csc")
+            >>> layer = SparseLinear.from_linear(nn.Linear(4, 4).requires_grad_(False), "csc")
             >>> layer.plan(torch.ones(1, 4)).describe()
-            'linear runs decompressed: format csc has no operator'
+            'linear runs reference: x is on the CPU; w is decoded once and kept, 64 bytes'
         """
-        if self._form.name in _OPERATORS:
-            return _OPERATORS[self._form.name][1](self.matrix, x)
-        return Plan("linear", "decompressed", f"format {self._form.name} has no operator")
+        matrix = self.matrix
+        if matrix.name in _OPERATORS:
+            plan = _OPERATORS[matrix.name][1](matrix, x)
+        else:
+            plan = product_plan("linear", x)
+        if not self._may_keep(matrix):
+            return plan
+        nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
+        why = plan.why.replace(
+            "w is decoded at every call", f"w is decoded once and kept, {nbytes} bytes"
+        )
+        return replace(plan, why=why)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply.
@@ -174,15 +200,17 @@ class SparseLinear(nn.Module):
                 and the weight's own precision decides.
 
         Returns:
-            [..., out_features].
+            [..., out_features], in the dtype of x; under autocast in the dtype of autocast.
 
         Raises:
             ArgumentError: `x` does not fit.
+            UnsupportedError: A CUDA graph is being captured, and no call came before.
         """
         device = x.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._run(x.to(self.values_dtype))
+                y = self._run(x.to(self.values_dtype))
+            return y.to(torch.get_autocast_dtype(device))
         return self._run(x)
 
     def extra_repr(self) -> str:
@@ -203,14 +231,15 @@ class SparseLinear(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         matrix = self.matrix
         if self._may_keep(matrix):
-            check_product("linear", matrix, x, self.bias)
-            return product(self._decode(matrix), x, self.bias)
+            weight = self._decode(matrix)
+            check_inputs("linear", matrix, x, self.bias)
+            if x.device.type == "cpu":
+                return product(weight, x, self.bias)
+            return F.linear(x, weight, self.bias)
         if matrix.name in _OPERATORS:
             return _OPERATORS[matrix.name][0](matrix, x, bias=self.bias)
-        check_product("linear", matrix, x, self.bias)
-        if x.device.type == "cpu":
-            return product(decompress(matrix), x, self.bias)
-        return F.linear(x, decompress(matrix), self.bias)
+        plan = product_plan("linear", x)
+        return planned_product(plan, matrix, x, self.bias, reference=reference_product)
 
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
@@ -223,7 +252,7 @@ class SparseLinear(nn.Module):
             return False
         return all(
             # Subclasses are fake or traced tensors; inference tensors do not count their changes.
-            part.device.type == "cpu"
+            part.device.type in ("cpu", "cuda")
             and type(part) in (Tensor, nn.Parameter)
             and not part.requires_grad
             and not part.is_inference()
@@ -231,16 +260,19 @@ class SparseLinear(nn.Module):
         )
 
     def _decode(self, matrix: SparseMatrix) -> Tensor:
-        """The decoded weight in float32, which the reference multiplies with, made at most once."""
+        """The decoded weight in the dtype of the values, checked and made at most once."""
         key = [(part, part._version, part.data_ptr()) for part in matrix.parts().values()]
         kept = self._decoded
         if kept is not None and all(
             old[0] is new[0] and old[1:] == new[1:] for old, new in zip(kept[0], key, strict=True)
         ):
             return kept[1]
+        check_weight("linear", matrix)
+        check_capture(matrix, "one call of the layer before the capture")
         # A tensor made in inference mode could not serve a later call that trains x or the bias.
         with torch.inference_mode(False), torch.no_grad():
-            weight = matrix.to_dense().to(torch.float32)
+            weight = matrix.to_dense()
+        finish_decoding(weight)
         self._decoded = (key, weight)
         return weight
 

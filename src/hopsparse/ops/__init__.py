@@ -1,246 +1,30 @@
 """Operators: one folder each, strangers to one another.
 
-An operator's name is its folder, its function, its test id and its page in docs/ops. Those listed
-here compute `y = x @ w.T + bias`; this file holds what they agree on: which arguments are legal,
-what a plan is, and how a stored weight becomes dense under autograd and torch.compile.
+An operator's name is its folder, its function, its test id and its page in docs/ops. The names
+here are the functions: `from hopsparse.ops import spmm_nm`. An operator's other modules are
+reached through its folder, `from hopsparse.ops.spmm_nm import cases`.
 """
 
 from __future__ import annotations
 
-from ast import literal_eval
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from ..errors import ArgumentError, UnsupportedError
-from ..formats import FORMATS
-from ..formats._base import SparseMatrix, nonzero_mask
+# Importing a folder sets the name of the folder here, and the next lines set it to the function.
+# Python imports a folder once, so that nothing sets it back.
+from .spmm_bsr.op import spmm_bsr
+from .spmm_csr.op import spmm_csr
+from .spmm_nm.op import spmm_nm
 
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A named problem: data only, so that listing cases needs no device.
-
-    Attributes:
-        name: Unique within an operator.
-        tokens: Rows of x.
-        out: Rows of w.
-        k: Columns of w and of x.
-        pattern: Sparsity of w, as `parse_pattern` reads it.
-    """
-
-    name: str
-    tokens: int
-    out: int
-    k: int
-    pattern: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will run, decided before it runs.
-
-    Attributes:
-        op: Name of the operator, or "linear" for a format without one.
-        name: "reference" (float32 accumulation), "dense" (PyTorch's product) or "decompressed".
-        why: The reason, as a clause.
-    """
-
-    op: str
-    name: str
-    why: str
-
-    def describe(self) -> str:
-        """One line for people.
-
-        Example:
-            >>> Plan("spmm_nm", "reference", "x is on the CPU").describe()
-            'spmm_nm runs reference: x is on the CPU'
-        """
-        return f"{self.op} runs {self.name}: {self.why}"
-
-
-def product_plan(op: str, x: Tensor) -> Plan:
-    """The plan of an operator that has no kernel yet."""
-    if x.device.type == "cpu":
-        return Plan(op, "reference", "x is on the CPU")
-    return Plan(op, "dense", "no kernel yet; PyTorch's product with the decompressed weight")
-
-
-def check_product(
-    op: str,
-    w: SparseMatrix,
-    x: Tensor,
-    bias: Tensor | None,
-    kind: type[SparseMatrix] | None = None,
-) -> None:
-    """Refuse arguments of `y = x @ w.T + bias` that cannot mean anything, before any work.
-
-    Raises:
-        ArgumentError: Wrong kind of matrix, or a k, dtype, device or bias that does not fit.
-        FormatError: Parts of `w` have the wrong shape or dtype.
-        UnsupportedError: 8-bit values, which need scales.
-    """
-    if kind is not None and not isinstance(w, kind):
-        raise ArgumentError(
-            f"{op}: weight of type {type(w).__name__}",
-            need=f"a {kind.__name__} matrix",
-            hint=f"{kind.__name__}.from_dense(w.to_dense())",
-        )
-    if not torch.compiler.is_compiling():
-        # Facts of constants: checked when the graph is first run eagerly, not traced.
-        w._check_parts()
-    out, k = w.shape
-    if w.dtype not in COMPUTE_DTYPES:
-        raise UnsupportedError(
-            f"{op}: values of {w.dtype}",
-            need="float32, bfloat16 or float16 values",
-            hint="store the weight in bfloat16",
-        )
-    if x.ndim < 1 or x.shape[-1] != k:
-        raise ArgumentError(
-            f"{op}: x of shape {list(x.shape)}",
-            need=f"[..., {k}] for a weight [{out}, {k}]",
-            hint="x.transpose(-1, -2), if x holds tokens along its last dimension",
-        )
-    for name, tensor in (("x", x), ("bias", bias)):
-        if tensor is not None and (tensor.dtype != w.dtype or tensor.device != w.device):
-            raise ArgumentError(
-                f"{op}: {name} is {tensor.dtype} on {tensor.device}",
-                need=f"{w.dtype} on {w.device}, as the weight is",
-                hint=f"{name}.to(w.device, w.dtype)",
-            )
-    if bias is not None and bias.shape != (out,):
-        raise ArgumentError(
-            f"{op}: bias of shape {list(bias.shape)}",
-            need=f"[{out}], one number an output feature",
-            hint="add a term for each token after the product",
-        )
-
-
-def product(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` accumulated in float32: the definition all references share.
-
-    Args:
-        weight: Dense [out, k], in the dtype of `x` or in float32.
-        x: [..., k], any strides, any number of tokens, also none.
-        bias: [out] or None.
-
-    Returns:
-        [..., out] in the dtype of `x`.
-    """
-    wide = None if bias is None else bias.to(torch.float32)
-    return F.linear(x.to(torch.float32), weight.to(torch.float32), wide).to(x.dtype)
-
-
-def decompress(w: SparseMatrix) -> Tensor:
-    """`w.to_dense()`, differentiable in the values and one node to torch.compile.
-
-    The gradient of a kept value is that of its entry; zeros stay zero, so their gradient is zero.
-
-    Returns:
-        [rows, cols] in the dtype and on the device of the values.
-
-    Example:
-        >>> from hopsparse.formats.nm import NM
-        >>> decompress(NM.from_dense(torch.tensor([[3.0, 0.0, 0.0, 0.0]])))
-        tensor([[3., 0., 0., 0.]])
-    """
-    # Written out rather than in JSON: this runs while Dynamo traces, and Dynamo knows no encoder.
-    facts = ", ".join([f"{key!r}: {value!r}" for key, value in w.attributes().items()])
-    parts = list(w.parts().values())
-    dense: Tensor = _decompress(parts, w.name, w.shape[0], w.shape[1], f"{{{facts}}}")
-    return dense
-
-
-# A custom operator, because decoding is loops and data-dependent sizes: traced op by op it would
-# be hundreds of nodes a layer for N:M and graph breaks for CSR. The product around it stays plain
-# torch, so x and bias need no rule of their own, and inductor may fuse what surrounds it.
-@torch.library.custom_op("hopsparse::decompress", mutates_args=())
-def _decompress(
-    parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
-) -> Tensor:
-    return _matrix(parts, format, (rows, cols), attributes).to_dense()
-
-
-@_decompress.register_fake
-def _(parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str) -> Tensor:
-    values = parts[FORMATS[format].PARTS.index(FORMATS[format].VALUES)]
-    return values.new_empty((rows, cols))
-
-
-@torch.library.custom_op("hopsparse::gather_kept", mutates_args=())
-def _gather_kept(
-    grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
-) -> list[Tensor]:
-    """Entries of `grad` [rows, cols] at the places of the kept values, shaped as the values are."""
-    matrix = _matrix(parts, format, (rows, cols), attributes)
-    places = _places(matrix)
-    kept = places > 0
-    values = [part for part in parts if part.is_floating_point()]
-    sizes = [part.numel() for part in values]
-    flat = grad.new_zeros(sum(sizes))
-    flat[places[kept] - 1] = grad[kept]
-    pieces = torch.split(flat, sizes)
-    return [piece.view(part.shape).clone() for piece, part in zip(pieces, values, strict=True)]
-
-
-@_gather_kept.register_fake
-def _(
-    grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
-) -> list[Tensor]:
-    return [grad.new_empty(part.shape) for part in parts if part.is_floating_point()]
-
-
-def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    parts, *facts = inputs
-    ctx.save_for_backward(*parts)
-    ctx.facts = facts  # type: ignore[attr-defined]
-
-
-def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[object, ...]:
-    parts = ctx.saved_tensors  # type: ignore[attr-defined]
-    found = iter(_gather_kept(grad, parts, *ctx.facts))  # type: ignore[attr-defined]
-    return [next(found) if part.is_floating_point() else None for part in parts], *[None] * 4
-
-
-_decompress.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _matrix(
-    parts: Sequence[Tensor], format: str, shape: tuple[int, int], attributes: str
-) -> SparseMatrix:
-    kind = FORMATS[format]
-    named = dict(zip(kind.PARTS, parts, strict=True))
-    return kind.from_parts(shape, named, literal_eval(attributes))
-
-
-def _places(w: SparseMatrix) -> Tensor:
-    """For each entry [rows, cols], 1 + the index of its value among all values, or 0.
-
-    A matrix that holds serial numbers instead of values is decoded like any other, which needs no
-    knowledge of the format. Layouts depend on the element size, so numbers keep it: 16-bit ones
-    are decoded a half at a time. Stored zeros get no number, since they may share a place.
-    """
-    values = {name: part for name, part in w.parts().items() if part.is_floating_point()}
-    serials, first = {}, 1
-    for name, part in values.items():
-        numbers = torch.arange(first, first + part.numel(), dtype=torch.int32, device=part.device)
-        serials[name] = torch.where(nonzero_mask(part), numbers.view(part.shape), 0)
-        first += part.numel()
-    if w.dtype.itemsize == 4:
-        return _decoded(w, serials)
-    low = {name: (number & 0x7FFF).to(torch.int16) for name, number in serials.items()}
-    high = {name: (number >> 15).to(torch.int16) for name, number in serials.items()}
-    return _decoded(w, low) | _decoded(w, high) << 15
-
-
-def _decoded(w: SparseMatrix, parts: Mapping[str, Tensor]) -> Tensor:
-    return w.from_parts(w.shape, {**w.parts(), **parts}, w.attributes()).to_dense().long()
+__all__ = [
+    "COMPUTE_DTYPES",
+    "OPS",
+    "Case",
+    "Plan",
+    "decompress",
+    "product",
+    "spmm_bsr",
+    "spmm_csr",
+    "spmm_nm",
+]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...formats.bsr import BSR
-from .. import Plan, check_product, decompress, product_plan
+from .._product import Plan, planned_product, product_plan
 from . import reference
 
 
 def spmm_bsr(w: BSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Multiply by a block-sparse weight: y = x @ w.T + bias.
 
-    Differentiable in x, bias and the kept values; one graph under torch.compile.
+    Differentiable in x, bias and the kept values; one graph under torch.compile. There is no kernel
+    yet: every call decodes w. `SparseLinear` decodes once.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -26,7 +26,8 @@ def spmm_bsr(w: BSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
     Raises:
         ArgumentError: Arguments do not fit each other.
         FormatError: Parts of w have the wrong shape or dtype.
-        UnsupportedError: Values are 8-bit.
+        UnsupportedError: Values are 8-bit, or a CUDA graph is being captured and decoding w would
+            stop it.
 
     Example:
         >>> import torch
@@ -34,10 +35,7 @@ def spmm_bsr(w: BSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
         >>> spmm_bsr(w, torch.ones(1, 32)).unique()
         tensor([16.])
     """
-    check_product("spmm_bsr", w, x, bias, kind=BSR)
-    if plan(w, x).name == "reference":
-        return reference.spmm_bsr(w, x, bias)
-    return F.linear(x, decompress(w), bias)
+    return planned_product(plan(w, x), w, x, bias, kind=BSR, reference=reference.spmm_bsr)
 
 
 def plan(w: BSR, x: Tensor) -> Plan:

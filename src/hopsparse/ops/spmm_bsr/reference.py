@@ -1,22 +1,5 @@
-"""What spmm_bsr means."""
+"""What spmm_bsr means: the product that all formats share."""
 
-from __future__ import annotations
+from .._product import reference_product as spmm_bsr
 
-from torch import Tensor
-
-from ...formats.bsr import BSR
-from .. import decompress, product
-
-
-def spmm_bsr(w: BSR, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product y = x @ w.T + bias, accumulated in float32.
-
-    Args:
-        w: [out, k].
-        x: [..., k], any strides, on any device.
-        bias: [out] or None.
-
-    Returns:
-        [..., out] in the dtype of x.
-    """
-    return product(decompress(w), x, bias)
+__all__ = ["spmm_bsr"]

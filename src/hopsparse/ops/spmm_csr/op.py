@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...formats.csr import CSR
-from .. import Plan, check_product, decompress, product_plan
+from .._product import Plan, planned_product, product_plan
 from . import reference
 
 
 def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Multiply by a compressed-row weight: y = x @ w.T + bias.
 
-    Differentiable in x, bias and the kept values; one graph under torch.compile.
+    Differentiable in x, bias and the kept values; one graph under torch.compile. There is no kernel
+    yet: every call decodes w. `SparseLinear` decodes once.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -26,7 +26,8 @@ def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
     Raises:
         ArgumentError: Arguments do not fit each other.
         FormatError: Parts of w have the wrong shape or dtype.
-        UnsupportedError: Values are 8-bit.
+        UnsupportedError: Values are 8-bit, or a CUDA graph is being captured and decoding w would
+            stop it.
 
     Example:
         >>> import torch
@@ -34,10 +35,7 @@ def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
         >>> spmm_csr(w, torch.ones(1, 2))
         tensor([[5., 0.]])
     """
-    check_product("spmm_csr", w, x, bias, kind=CSR)
-    if plan(w, x).name == "reference":
-        return reference.spmm_csr(w, x, bias)
-    return F.linear(x, decompress(w), bias)
+    return planned_product(plan(w, x), w, x, bias, kind=CSR, reference=reference.spmm_csr)
 
 
 def plan(w: CSR, x: Tensor) -> Plan:

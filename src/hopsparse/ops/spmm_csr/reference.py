@@ -1,22 +1,5 @@
-"""What spmm_csr means."""
+"""What spmm_csr means: the product that all formats share."""
 
-from __future__ import annotations
+from .._product import reference_product as spmm_csr
 
-from torch import Tensor
-
-from ...formats.csr import CSR
-from .. import decompress, product
-
-
-def spmm_csr(w: CSR, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product y = x @ w.T + bias, accumulated in float32.
-
-    Args:
-        w: [out, k].
-        x: [..., k], any strides, on any device.
-        bias: [out] or None.
-
-    Returns:
-        [..., out] in the dtype of x.
-    """
-    return product(decompress(w), x, bias)
+__all__ = ["spmm_csr"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import Case
+from .._product import Case
 
 SMOKE = (
     Case("smoke", 16, 128, 128, "2:4"),
