@@ -2,14 +2,15 @@
 
 Everything here is a prediction, and none of it was measured with our kernels: an efficiency says
 which part of the card's ceiling the best peer reached in `bfloat16`, `float8` or `int8` on one
-H200 (`REACHED`, from rows of 16 to 16,384 tokens). The model is `fixed + max(memory, compute)`;
-against those rows it is off by up to a third for single layers and by about a tenth in the middle.
+H200 (`REACHED`, from the rows of benchmarks/results/h200/peers_anchors.jsonl). The model is
+`fixed + max(memory, compute)`; docs/ops/spmm_nm.md says how far it is off those rows, by dtype,
+and a test computes that table again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +19,7 @@ import torch
 from ..errors import ArgumentError
 from ..formats.nm import NM, packed_k
 from ..formats.pattern import BlockPattern, NMPattern, parse_pattern
-from ..plan import Target
+from ..plan import Peak, Target
 
 Bound = Literal["memory", "compute"]
 
@@ -181,14 +182,25 @@ def predict(product: Product, tokens: int, target: Target) -> Prediction:
     """
     if tokens < 1:
         raise ArgumentError(f"{tokens} tokens", need="at least one", hint="tokens=16")
-    if product.fmt == "nm":
-        return _time(_nm_work(product, tokens), product, target)
-    if product.fmt == "bsr":
-        return _time(_bsr_work(product, tokens), product, target)
-    dense = _time(_dense_work(product, tokens), product, target)
-    if product.fmt == "dense":
-        return dense
-    return replace(dense, note=f"no kernel for {product.fmt} yet: runs as the dense product")
+    return _time(_work(product, tokens), product, target)
+
+
+def floor_us(product: Product, tokens: int, target: Target) -> float:
+    """No kernel of this format can be faster: the ceilings themselves, and nothing fixed.
+
+    The longer of bytes over read bandwidth and operations over the sustained tensor-core ceiling.
+
+    Example:
+        >>> from hopsparse.plan import TARGETS
+        >>> layer = Product((4096, 4096), "bfloat16", "nm", "2:4")
+        >>> round(floor_us(layer, 16, TARGETS["h200"]), 1)
+        4.4
+    """
+    work = _work(product, tokens)
+    return 1e6 * max(
+        work.bytes / target.read_bandwidth,
+        work.flops / _peaks(work, target)[product.dtype].sustained,
+    )
 
 
 def choose(product: Product, tokens: int, target: Target) -> Choice:
@@ -239,6 +251,21 @@ class _Work:
     note: str = ""
 
 
+def _work(product: Product, tokens: int) -> _Work:
+    if product.fmt == "nm":
+        return _nm_work(product, tokens)
+    if product.fmt == "bsr":
+        return _bsr_work(product, tokens)
+    dense = _dense_work(product, tokens)
+    if product.fmt == "dense":
+        return dense
+    return replace(dense, note=f"no kernel for {product.fmt} yet: runs as the dense product")
+
+
+def _peaks(work: _Work, target: Target) -> Mapping[str, Peak]:
+    return target.sparse_peak if work.plan == "nm" else target.dense_peak
+
+
 def _dense_work(product: Product, tokens: int) -> _Work:
     out, k = product.shape
     moved = out * k * product.itemsize + _activation_bytes(product, tokens)
@@ -280,7 +307,7 @@ def _bsr_work(product: Product, tokens: int) -> _Work:
 
 def _time(work: _Work, product: Product, target: Target) -> Prediction:
     reached = REACHED[work.plan, _FAMILY[product.dtype]]
-    peaks = target.sparse_peak if work.plan == "nm" else target.dense_peak
+    peaks = _peaks(work, target)
     busy = min(1.0, work.tiles / target.sm_count)
     memory_us = 1e6 * work.bytes / (target.read_bandwidth * reached.bandwidth)
     compute_us = 1e6 * work.flops / (peaks[product.dtype].sustained * reached.compute * busy)
