@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hopsparse
+from hopsparse.errors import UnsupportedError
 from hopsparse.formats import FORMATS, convert
 from hopsparse.measure.error import product_bound
 from hopsparse.models.options import SparsifyOptions
@@ -87,10 +88,41 @@ def test_module_moves_copies_and_names_its_plan(device: torch.device) -> None:
     assert (error <= 2 * bound).all()
 
 
-def test_replayed_graph_equals_eager(device: torch.device) -> None:
+def layer_on(device: torch.device, fmt: str) -> SparseLinear:
     linear = nn.Linear(256, 128).to(torch.bfloat16).requires_grad_(False)
     linear.weight.copy_(magnitude(linear.weight, hopsparse.formats.NMPattern(2, 4)))
-    layer = SparseLinear.from_linear(linear).to(device)
+    return SparseLinear.from_linear(linear, fmt).to(device)
+
+
+# torch says once in a process that the mode which finds synchronisation is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_the_decoded_weight_is_kept_and_later_calls_wait_for_nothing(
+    fmt: str, device: torch.device
+) -> None:
+    layer = layer_on(device, fmt)
+    x = torch.randn(5, 256, dtype=torch.bfloat16, device=device)
+    said = layer.plan(x).describe()
+    first = layer(x)
+    kept = layer._decoded[1]
+    assert kept.dtype == torch.bfloat16
+    assert kept.device == device
+    assert f"decoded once and kept, {kept.nbytes} bytes" in said
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert layer._decoded[1] is kept
+    assert torch.equal(first, second)
+    assert torch.equal(second, nn.functional.linear(x, layer.to_dense(), layer.bias))
+    layer.keep_decoded = False
+    assert torch.equal(layer(x), first)
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_replayed_graph_equals_eager(fmt: str, device: torch.device) -> None:
+    layer = layer_on(device, fmt)
     x = torch.randn(5, 256, dtype=torch.bfloat16, device=device)
     expected = layer(x)
     torch.cuda.synchronize()
@@ -100,6 +132,37 @@ def test_replayed_graph_equals_eager(device: torch.device) -> None:
     captured.fill_(float("nan"))
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_a_cold_capture_is_refused_and_goes_on(fmt: str, device: torch.device) -> None:
+    layer = layer_on(device, fmt)
+    x = torch.randn(5, 256, dtype=torch.bfloat16, device=device)
+    doubled = x * 2  # loads what the capture runs
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match="one call of the layer before the capture"):
+            layer(x)
+        after = x * 2
+    after.fill_(0)
+    graph.replay()
+    assert torch.equal(after, doubled)
+    layer(x)
+
+
+def test_an_operator_that_would_wait_refuses_a_capture(device: torch.device) -> None:
+    w = FORMATS["csr"].from_dense(torch.ones(8, 16, device=device))
+    x = torch.ones(2, 16, device=device)
+    doubled = x * 2
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match="csr weight to decode while a CUDA graph"):
+            run("spmm_csr", w, x)
+        after = x * 2
+    graph.replay()
+    assert torch.equal(after, doubled)
 
 
 def test_a_model_is_pruned_and_loaded_on_the_device(tmp_path: Path, device: torch.device) -> None:

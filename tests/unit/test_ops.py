@@ -12,9 +12,9 @@ import torch
 
 import hopsparse
 from hopsparse.errors import ArgumentError, FormatError, UnsupportedError
-from hopsparse.formats import CSR, NM, NMPattern
+from hopsparse.formats import CSR, NM, NMPattern, SparseMatrix
 from hopsparse.measure.error import product_bound
-from hopsparse.ops import COMPUTE_DTYPES, OPS, Case, decompress
+from hopsparse.ops import COMPUTE_DTYPES, OPS, Case, _product, decompress
 from hopsparse.ops._product import check_capture
 from tests.helpers.products import CASES, OPERATORS, SMALL, SMALL_IDS, dense_weight, run, store
 
@@ -204,6 +204,23 @@ def test_decoding_is_refused_in_a_capture_before_it_touches_the_stream(
     on_gpu = SimpleNamespace(device=torch.device("cuda"), name="csr")
     with pytest.raises(UnsupportedError, match="csr weight to decode while .* warm up"):
         check_capture(on_gpu, "warm up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_operator_asks_before_it_decodes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N:M decodes without a count from the GPU; the refusal of the others crosses torch intact."""
+    case = CASES[op].SMOKE[0]
+    w = store(op, case, torch.zeros(case.out, case.k))
+
+    def refuse(w: SparseMatrix, hint: str) -> None:
+        raise UnsupportedError(w.name, need="no capture", hint=hint)
+
+    monkeypatch.setattr(_product, "check_capture", refuse)
+    if op == "spmm_nm":
+        assert not run(op, w, torch.ones(1, case.k)).any()
+        return
+    with pytest.raises(UnsupportedError, match="SparseLinear, called once before the capture"):
+        run(op, w, torch.ones(1, case.k))
 
 
 @pytest.mark.parametrize("op", OPS)
