@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError
 from .console import bytes_text, print_json, stdout
 from .options import command
-from .stored import SPARSE24, kind_of
 
 if TYPE_CHECKING:
-    from .rewrite import Rewritten
+    from ..models.convert import Converted
 
-TARGETS = ("nm", "bsr", "csr", "csc", "hyb", "bitmask", "dense", SPARSE24)
+_TARGETS = ("nm", "bsr", "csr", "csc", "hyb", "bitmask", "dense", "sparse-24-bitmask")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Convert:
         Path, typer.Argument(metavar="SRC", help="Checkpoint folder or .safetensors file.")
     ]
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="Folder or file to make.")]
-    to: Annotated[str, typer.Option(help=", ".join(TARGETS) + ".")]
+    to: Annotated[str, typer.Option(help=", ".join(_TARGETS) + ".")]
     pattern: Annotated[
         str | None, typer.Option(help="For nm: the N:M to pack. Nothing is ever pruned.")
     ] = None
@@ -54,39 +53,27 @@ class Convert:
 def run(options: Convert) -> None:
     """Store the same weights in another format, exactly; nothing is pruned.
 
-    Reads hopsparse checkpoints, checkpoints in the sparse-24-bitmask layout of llm-compressor,
-    dense checkpoints whose weights already hold the zeros, and .safetensors files.
+    Reads hopsparse checkpoints, the checkpoints of llm-compressor and compressed-tensors whose
+    config.json has a sparsity_config (dense ones with zeros, or sparse-24-bitmask), and
+    .safetensors files. `hopsparse sparsify` takes any other dense checkpoint.
     """
-    if options.to not in TARGETS:
-        raise ArgumentError(
-            f"--to {options.to!r}", need="one of " + ", ".join(TARGETS), hint="--to nm"
-        )
-    if (options.pattern and options.to != "nm") or (options.block and options.to != "bsr"):
-        raise ArgumentError(
-            f"--to {options.to} with --pattern or --block",
-            need="--pattern only with nm, --block only with bsr",
-            hint="leave the option out",
-        )
-    options.sides()
-    kind = kind_of(options.src)
-    if options.src.resolve() == options.out.resolve():
-        raise ArgumentError(
-            f"{options.out} as both source and result", need="another path", hint="another -o"
-        )
-    from .rewrite import rewrite_file, rewrite_folder
+    from ..models.convert import convert_checkpoint
 
-    if kind in ("matrices", "tensors"):
-        _refuse_existing(options)
-        done = rewrite_file(options)
-    else:
-        done = rewrite_folder(options, kind)
+    done = convert_checkpoint(
+        options.src,
+        options.out,
+        to=options.to,
+        pattern=options.pattern,
+        block=options.sides(),
+        overwrite=options.overwrite,
+    )
     before, after = _weight_bytes(options.src), _weight_bytes(options.out)
     if options.json:
         print_json(
             {
                 "src": str(options.src),
                 "out": str(options.out),
-                "kind": kind,
+                "kind": done.kind,
                 "to": options.to,
                 "layers": done.layers,
                 "kept_dense": done.kept_dense,
@@ -98,26 +85,13 @@ def run(options: Convert) -> None:
     _print(options, done, (before, after))
 
 
-def _print(options: Convert, done: Rewritten, size: tuple[int, int]) -> None:
+def _print(options: Convert, done: Converted, size: tuple[int, int]) -> None:
     console = stdout()
     sizes = " -> ".join(bytes_text(count) for count in size)
     told = f"{options.out}: {done.layers} matrices as {options.to}, {sizes}"
     console.print(told, markup=False, soft_wrap=True)
     for name, reason in done.kept_dense.items():
         console.print(f"dense: {name}: {reason}", markup=False, soft_wrap=True)
-
-
-def _refuse_existing(options: Convert) -> None:
-    if options.out.exists() and not options.overwrite:
-        raise CheckpointError(
-            f"{options.out} exists", need="a new file", hint="another -o, or --overwrite"
-        )
-    if options.out.is_dir() or options.out.suffix != ".safetensors":
-        raise CheckpointError(
-            f"{options.out} as the result of a .safetensors file",
-            need="a path that ends in .safetensors",
-            hint="-o " + options.out.with_suffix(".safetensors").name,
-        )
 
 
 def _weight_bytes(path: Path) -> int:

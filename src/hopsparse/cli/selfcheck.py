@@ -20,9 +20,9 @@ from ..formats import (
     convert,
 )
 from ..measure.error import product_bound
+from ..models.verify import Check
 from ..nn import SparseLinear
 from ..prune import magnitude
-from .verify import Check
 
 _SHAPES = ((64, 64), (70, 52), (1, 4), (129, 260))
 _PATTERNS: tuple[Pattern, ...] = (

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .console import print_json, stdout
 from .options import FAILED_EXIT, command
+
+if TYPE_CHECKING:
+    from ..models.verify import Check
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,6 @@ class Verify:
         ),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        ok: Whether it holds.
-        detail: The first fact that does not, or what was covered.
-    """
-
-    name: str
-    ok: bool
-    detail: str
 
 
 def run(options: Verify) -> None:
@@ -70,9 +58,9 @@ def _checks(path: Path | None) -> Iterator[Check]:
         from .selfcheck import self_checks
 
         return self_checks()
-    from .integrity import path_checks
+    from ..models.verify import checks_of
 
-    return path_checks(path)
+    return checks_of(path)
 
 
 def _print(checks: list[Check], seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""Files that appear whole or not at all."""
+"""The files of a model folder: tensors, JSON, the small ones, and a lock."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,36 +16,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files import unreadable, written_whole
 
-# The disk is full, the user's quota is used up, or a file may not grow any further.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+INDEX_NAME = "model.safetensors.index.json"
+LOCK_NAME = ".lock"
 
-
-@contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
-    """Turn a full disk into a CheckpointError; safetensors reports it as text only."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise _no_space(path, error) from error
-    except SafetensorError as error:
-        if not any(f"os error {code})" in str(error) for code in _NO_ROOM):
-            raise
-        raise _no_space(path, error) from error
+_AGAIN = "free some space and run the same command again"
+# Tokenizers, chat templates and generation settings.
+_EXTRA_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+# Written anew for every checkpoint, or about one alone.
+_NOT_EXTRA = {"config.json", "report.json", "run-state.json"}
+# Of the folders beside them only those count that hold nothing but small text files, such as
+# additional_chat_templates.
+_TEXT_SUFFIXES = {".json", ".txt", ".jinja"}
+_TEXT_BYTES = 1 << 20
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file under a temporary name, flush it, and give it its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _full_disk_named(path):
-        try:
-            whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(whole, temporary, metadata={"format": "pt"})
-            publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], no_room: str = _AGAIN) -> None:
+    """Write one safetensors file; it appears whole or not at all.
+
+    Raises:
+        CheckpointError: It cannot be written; `no_room` is what to do about a full disk.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with written_whole(path, no_room) as temporary:
+        save_file(whole, temporary, metadata={"format": "pt"})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -57,23 +52,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error})",
-            need="a complete safetensors file",
-            hint="download or write that file again",
-        ) from error
+        raise unreadable(path, error) from error
     return tensors
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write one JSON file under a temporary name, flush it, and give it its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _full_disk_named(path):
-        try:
-            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+def write_json(path: Path, value: object, no_room: str = _AGAIN) -> None:
+    """Write one JSON file; it appears whole or not at all.
+
+    Raises:
+        CheckpointError: It cannot be written; `no_room` is what to do about a full disk.
+    """
+    with written_whole(path, no_room) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
             need=f"a folder with {path.name}",
             hint="check the path, or download the model again",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error})", need="a JSON object", hint="restore the file"
         ) from error
@@ -101,29 +91,61 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Flush `temporary` to disk, then move it to `path` in one step."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    flush_folder(path.parent)
+def copy_extras(source: Path, destination: Path) -> None:
+    """Copy the small files of a model folder: tokenizer, chat templates, generation settings.
+
+    Weights, indices of weights and what a checkpoint writes itself stay behind.
+
+    Raises:
+        CheckpointError: One cannot be written.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            files = _text_files(path)
+            if files:
+                (destination / path.name).mkdir(exist_ok=True)
+            for file in files:
+                _copy(file, destination / path.name / file.name)
+        elif _is_extra(path):
+            _copy(path, destination / path.name)
 
 
-def flush_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_extra(path: Path) -> bool:
+    own = path.name in _NOT_EXTRA or path.name.endswith(".index.json")
+    return path.suffix in _EXTRA_SUFFIXES and not own and path.is_file()
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """What a folder holds, if that is small text files and nothing else."""
+    if folder.name.startswith("."):
+        return []
+    files = sorted(folder.iterdir())
+    fit = all(
+        path.is_file() and path.suffix in _TEXT_SUFFIXES and path.stat().st_size <= _TEXT_BYTES
+        for path in files
+    )
+    return files if fit else []
+
+
+def _copy(source: Path, target: Path) -> None:
+    with written_whole(target) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process; the kernel lets go of it however the process ends."""
-    with (folder / ".lock").open("w") as file:
+    """Hold `folder` for this process; the kernel lets go of it however the process ends.
+
+    Raises:
+        CheckpointError: Another process holds it, or has just renamed it.
+    """
+    lock = folder / LOCK_NAME
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it may have renamed the folder before this process got the lock.
+            if not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                raise BlockingIOError
         except OSError as error:
             raise CheckpointError(
                 f"{folder} is being written by another process",
@@ -131,11 +153,3 @@ def exclusive(folder: Path) -> Iterator[None]:
                 hint="wait for it, or choose another output folder",
             ) from error
         yield
-
-
-def _no_space(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"no space left for {path} ({error})",
-        need="room for the packed checkpoint; what is complete was kept",
-        hint="free some space and run the same command with --resume",
-    )

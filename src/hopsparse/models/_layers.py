@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import CheckpointError
-from ..formats import FORMATS
+from ..files import read_header
 from ..nn import SparseLinear
 from .checkpoint import CheckpointReader, ModuleEntry, SparseConfig
 from .rules import replace_module
@@ -58,17 +57,7 @@ def stored_specs(shards: Iterable[Path | str]) -> StoredSpecs:
     """
     specs: StoredSpecs = {}
     for shard in shards:
-        try:
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    part = file.get_slice(name)
-                    specs[name] = (tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{shard} cannot be read ({error})",
-                need="a complete safetensors file",
-                hint="download or write that shard again",
-            ) from error
+        specs |= read_header(Path(shard)).tensors
     return specs
 
 
@@ -79,9 +68,7 @@ def check_stored(sparse: SparseConfig, stored: StoredSpecs) -> None:
         CheckpointError: A part of a matrix is missing, or has another shape or dtype.
     """
     for module, entry in sparse.modules.items():
-        kind = FORMATS[entry.format]
-        specs = kind.part_specs(entry.shape, entry.torch_dtype, entry.attributes)
-        for part, (shape, dtype) in specs.items():
+        for part, (shape, dtype) in entry.part_specs().items():
             wanted = (shape, _SAFETENSORS_DTYPES.get(str(dtype).removeprefix("torch.")))
             found = stored.get(f"{module}.{part}")
             if found == wanted:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from ..errors import CheckpointError
@@ -52,14 +53,17 @@ class RunState:
         if not path.exists():
             return state
         stored = read_json(path)
+        before, shards = stored.get("identity"), stored.get("shards")
+        if not isinstance(before, dict) or not isinstance(shards, list):
+            raise _damaged(path)
         for key, value in identity.items():
-            if stored["identity"].get(key) != value:
+            if before.get(key) != value:
                 raise CheckpointError(
-                    f"the interrupted run has {key} = {stored['identity'].get(key)!r}",
+                    f"the interrupted run has {key} = {before.get(key)!r}",
                     need=f"the same command; this one has {value!r}",
                     hint="--overwrite to start again",
                 )
-        state._shards = [cls.Shard(**shard) for shard in stored["shards"]]
+        state._shards = [_parse_shard(path, shard) for shard in shards]
         state._resumed = len(state._shards)
         return state
 
@@ -91,3 +95,33 @@ class RunState:
         self._shards.append(self.Shard(file, entries, [asdict(report) for report in reports]))
         shards = [asdict(shard) for shard in self._shards]
         writer.write_json(STATE_NAME, {"identity": self._identity, "shards": shards})
+
+
+def _parse_shard(path: Path, value: object) -> RunState.Shard:
+    """Read one finished block.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if not isinstance(value, dict):
+        raise _damaged(path)
+    file, entries, layers = (value.get(key) for key in ("file", "entries", "layers"))
+    sound = isinstance(file, str) and isinstance(entries, dict) and isinstance(layers, list)
+    known = {field.name for field in fields(LayerReport)}
+    if not sound or not all(
+        isinstance(layer, dict) and layer.keys() == known and isinstance(layer["name"], str)
+        for layer in layers  # type: ignore[union-attr]
+    ):
+        raise _damaged(path)
+    if Path(file).name != file:  # type: ignore[arg-type]
+        # A shard name is data from a file: it must not lead out of the folder.
+        raise _damaged(path)
+    return RunState.Shard(file, entries, layers)  # type: ignore[arg-type]
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged",
+        need="what an interrupted `hopsparse sparsify` left",
+        hint="--overwrite to start again",
+    )

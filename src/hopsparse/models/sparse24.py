@@ -8,9 +8,7 @@ is column 8j + i). Exactly two bits a group are set: groups with fewer non-zeros
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,16 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, UnsupportedError
-from ..formats import FORMATS, NM, Bitmask
-from ..formats._base import nonzero_mask
-from ..formats.bitmask import pack_bits
+from ..formats import FORMATS, NM, Bitmask, nonzero_mask, pack_bits
 from ..ops import COMPUTE_DTYPES
-from ._layers import require_sparse, stored_specs
-from .checkpoint import INDEX_NAME, CheckpointReader, CheckpointWriter, ModuleEntry, SparseConfig
+from ._entries import quantization_of
+from ._layers import check_stored, require_sparse, stored_specs
+from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry, SparseConfig
 
 _METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
 _PARTS = ("shape", "compressed", "bitmask")
 _VERSION = "0.14.0"
-_COPIED = {".json", ".txt", ".model", ".jinja"}
+_MASK = ".bitmask"
 # Two-dimensional weights that are no nn.Linear.
 _TABLES = re.compile(r"(^|\.)([^.]*embed[^.]*|wte|wpe|shared)$")
 # Tensors that only quantised checkpoints have.
@@ -75,13 +72,14 @@ def import_sparse24(
     with CheckpointReader(folder) as reader:
         sparsity = _sparsity_config(reader)
         sparse = SparseConfig(_PATTERN, "imported", {}, {})
-        with _all_or_nothing(out, overwrite) as writer:
+        with CheckpointWriter(out, overwrite=overwrite, resumable=False) as writer:
             for shard in reader.shards():
-                names = sorted(stored_specs([reader.folder / shard]))
-                writer.write_shard(shard, _import_tensors(reader, names, sparsity, sparse))
+                tensors = _import_tensors(reader, reader.names_in(shard), sparsity, sparse)
+                if tensors:
+                    writer.write_shard(shard, tensors)
             if not sparse.modules:
                 raise _nothing_packed(reader, sparse.kept_dense)
-            _copy_extras(reader.folder, writer)
+            writer.copy_extras(reader.folder)
             config = {k: v for k, v in reader.config.items() if k != "compression_config"}
             writer.commit(config | {"quantization_config": sparse.to_json()})
     return sparse
@@ -110,17 +108,19 @@ def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
     zeros: list[tuple[int, int]] = []
     with CheckpointReader(folder) as reader:
         sparse = require_sparse(reader)
-        with _all_or_nothing(out) as writer:
+        check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
+        with CheckpointWriter(out, resumable=False) as writer:
             for shard in reader.shards():
                 tensors: dict[str, Tensor] = {}
-                for name in sorted(stored_specs([reader.folder / shard])):
+                for name in reader.names_in(shard):
                     module, _, part = name.rpartition(".")
                     if module not in sparse.modules or part == "bias":
                         tensors[name] = reader.load(name)
                     elif part == FORMATS[sparse.modules[module].format].VALUES:
                         tensors |= _export_module(reader, module, dense_again, zeros)
-                writer.write_shard(shard, tensors)
-            _copy_extras(reader.folder, writer)
+                if tensors:
+                    writer.write_shard(shard, tensors)
+            writer.copy_extras(reader.folder)
             sparsity = {
                 "format": _FORMAT,
                 "targets": ["Linear"],
@@ -165,29 +165,21 @@ def compress(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-@contextmanager
-def _all_or_nothing(out: Path | str, overwrite: bool = False) -> Iterator[CheckpointWriter]:
-    """A writer whose partial folder goes too when the conversion fails: it is quick to repeat."""
-    with CheckpointWriter(out, overwrite=overwrite) as writer:
-        try:
-            yield writer
-        except BaseException:
-            shutil.rmtree(writer.partial, ignore_errors=True)
-            raise
-
-
 def _import_tensors(
     reader: CheckpointReader, names: list[str], sparsity: Mapping[str, Any], sparse: SparseConfig
 ) -> dict[str, Tensor]:
     """The tensors of one shard in our form; what was found out is entered in `sparse`."""
     stored = set(reader.names())
-    ignored = [str(entry) for entry in sparsity.get("ignore") or ()]
+    ignored = _ignored(sparsity)
     tensors: dict[str, Tensor] = {}
     for name in names:
         module, _, part = name.rpartition(".")
-        if part in _PARTS and f"{module}.bitmask" in stored:
-            # Parts may lie in different shards: the mask speaks for all three.
-            found = _packed(reader, module) if part == "bitmask" else ""
+        own = [key for key in ("compressed", "bitmask") if f"{module}.{key}" in stored]
+        if part in _PARTS and own:
+            # Parts may lie in different shards: one speaks for all three.
+            found: NM | str = (
+                NM.from_dense(read_packed(reader, module).to_dense()) if part == own[0] else ""
+            )
         else:
             tensors[name] = reader.load(name)
             found = _pack_dense(name, tensors[name], sparsity["format"], ignored)
@@ -220,20 +212,32 @@ def _export_module(
     return {f"{module}.{key}": tensor for key, tensor in compressed.items()}
 
 
-def _packed(reader: CheckpointReader, module: str) -> NM:
-    """Read one weight of `sparse-24-bitmask` and pack it."""
+def packed_modules(reader: CheckpointReader) -> list[str]:
+    """Names of the modules whose weight a folder stores as `sparse-24-bitmask`."""
+    return [name.removesuffix(_MASK) for name in reader.names() if name.endswith(_MASK)]
+
+
+def read_packed(reader: CheckpointReader, module: str) -> Bitmask:
+    """Read one weight of `sparse-24-bitmask` and check it: sizes, dtypes, two bits a group.
+
+    Raises:
+        CheckpointError: A part is missing or damaged.
+        UnsupportedError: Its values are 8-bit.
+    """
     shape, values, mask = (reader.load(f"{module}.{part}") for part in _PARTS)
     _check_dtype(module, values.dtype)
     size = shape.flatten().tolist()
     try:
         rows, cols = size
+        if not all(type(side) is int and side > 0 for side in size) or cols % 4:
+            raise FormatError(f"shape {size}", need="[rows, cols], cols a multiple of 4", hint="")
         if tuple(values.shape) != (rows, cols // 2):
             raise FormatError(
                 f"compressed {list(values.shape)}", need=f"[{rows}, {cols // 2}]", hint=""
             )
         matrix = Bitmask((rows, cols), values.flatten(), mask)
         matrix.validate()
-        return NM.from_dense(matrix.to_dense())
+        _check_groups(mask, cols)
     except ValueError as error:  # FormatError is one.
         got = error.got if isinstance(error, FormatError) else f"shape {size}"
         raise CheckpointError(
@@ -241,16 +245,28 @@ def _packed(reader: CheckpointReader, module: str) -> NM:
             need=f"the parts of a {_FORMAT} weight",
             hint="download the checkpoint again",
         ) from error
+    return matrix
 
 
-def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[str]) -> NM | str:
+def _check_groups(mask: Tensor, cols: int) -> None:
+    """Refuse a mask that does not set two bits in every group of 4 columns."""
+    groups = torch.stack((mask & 15, mask >> 4), dim=-1).flatten(1)[:, : cols // 4]
+    pairs = groups - (groups >> 1 & 5)
+    wrong = ((pairs & 3) + (pairs >> 2) != 2).nonzero()
+    if wrong.numel():
+        row, group = wrong[0].tolist()
+        bits = int(groups[row, group]).bit_count()
+        raise FormatError(f"row {row}, group {group} has {bits} bits set", need="2", hint="")
+
+
+def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[re.Pattern[str]]) -> NM | str:
     """Pack a dense weight that obeys 2:4, or say why it stays; "" for what no one expects to."""
     module = name.removesuffix(".weight")
     if module == name or tensor.ndim != 2 or _TABLES.search(module):
         return ""
     if form == _FORMAT:
         return "stored dense"
-    if any(_matches(entry, module) for entry in ignored):
+    if any(entry.match(module) for entry in ignored):
         return "ignored by its sparsity_config"
     if module.rpartition(".")[2] == "lm_head":
         return "outside the blocks"
@@ -263,21 +279,32 @@ def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[str]) -> NM 
         return error.got
 
 
-def _matches(entry: str, module: str) -> bool:
-    """Whether an entry of `ignore` names the module; `re:` marks a regular expression."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return entry == module
+def _ignored(sparsity: Mapping[str, Any]) -> list[re.Pattern[str]]:
+    """The entries of `ignore` as expressions that match from the start; `re:` marks one."""
+    entries = sparsity.get("ignore") or []
+    try:
+        return [
+            re.compile(entry.removeprefix("re:"))
+            if entry.startswith("re:")
+            else re.compile(re.escape(entry) + r"\Z")
+            for entry in entries
+        ]
+    except (AttributeError, TypeError, re.error) as error:
+        raise CheckpointError(
+            f"ignore of the sparsity_config is {entries!r:.60} ({error})",
+            need='a list of module names and "re:" expressions',
+            hint="restore config.json from the original checkpoint",
+        ) from error
 
 
 def _sparsity_config(reader: CheckpointReader) -> Mapping[str, Any]:
     """The `sparsity_config` of a checkpoint, after refusing everything that is not plain 2:4."""
-    section: dict[str, Any] = (
-        # The second is the key of early versions.
-        reader.config.get("quantization_config") or reader.config.get("compression_config") or {}
-    )
+    # The second is the key of early versions.
+    section = quantization_of(reader.config) or reader.config.get("compression_config")
+    section = section if isinstance(section, Mapping) else {}
     sparsity = section.get("sparsity_config")
-    if not sparsity or section.get("quant_method", _METHOD) != _METHOD:
+    plain = isinstance(sparsity, Mapping) and section.get("quant_method", _METHOD) == _METHOD
+    if not sparsity or not plain:
         raise CheckpointError(
             f"{reader.folder} carries no sparsity_config",
             need=f"a quantization_config of method {_METHOD!r} with a sparsity_config",
@@ -322,11 +349,3 @@ def _nothing_packed(reader: CheckpointReader, kept: Mapping[str, str]) -> Unsupp
         need="at least one",
         hint="`hopsparse sparsify` prunes it",
     )
-
-
-def _copy_extras(folder: Path, writer: CheckpointWriter) -> None:
-    """Tokenizer, chat template and generation settings."""
-    for path in sorted(folder.iterdir()):
-        own = path.name in ("config.json", INDEX_NAME) or path.suffix not in _COPIED
-        if path.is_file() and not own:
-            writer.copy(path)

@@ -1,0 +1,215 @@
+"""Writing a checkpoint folder so that it appears complete or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..files import TEMPORARY_GLOB, flush_folder, read_header
+from ._entries import QUANT_METHOD, quantization_of
+from ._files import INDEX_NAME, LOCK_NAME, copy_extras, exclusive, read_json, write_json
+from ._files import write_tensors as _write_tensors
+
+# Written into an unfinished folder: only what carries it is ever cleared.
+MARK_NAME = ".hopsparse-unfinished"
+_RUN, _CONVERSION = "run", "conversion"
+
+
+class CheckpointWriter:
+    """Writes a checkpoint folder that appears complete or not at all.
+
+    Everything goes to `OUT.partial` until `commit` renames it. Leaving the context without a
+    commit keeps `OUT.partial`, so that a run can be resumed, unless `resumable` is false.
+
+    Args:
+        out: The folder to make.
+        overwrite: Replace an existing hopsparse checkpoint, and discard an interrupted run.
+        resume: Continue in an existing `OUT.partial`.
+        resumable: Whether an unfinished folder is of any use; if not it is removed on failure.
+
+    Raises:
+        CheckpointError: `out` exists, is something else, or another process writes it;
+            `OUT.partial` is not ours.
+    """
+
+    def __init__(
+        self,
+        out: Path | str,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        resumable: bool = True,
+    ) -> None:
+        self.out = Path(out)
+        self.partial = self.out.with_name(self.out.name + ".partial")
+        self._overwrite = overwrite
+        self._resume = resume
+        self._resumable = resumable
+        self._superfluous = [MARK_NAME, LOCK_NAME]
+        self._committed = False
+        self._check_out()
+        self._check_partial()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._stack.enter_context(exclusive(self.partial))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.partial} cannot be made ({error})",
+                need="a folder to write in",
+                hint="another -o",
+            ) from error
+        try:
+            # Once more: now nobody else writes here.
+            self._check_partial()
+            self._clear(keep_all=self._resume and self._mark() == _RUN)
+            kind = _RUN if self._resumable else _CONVERSION
+            (self.partial / MARK_NAME).write_text(kind + "\n", encoding="utf-8")
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._committed and not self._resumable:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self._stack.close()
+
+    def write_shard(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write one complete safetensors file."""
+        _write_tensors(self.partial / name, tensors, self._no_room())
+
+    def write_json(self, name: str, value: object) -> None:
+        """Write one complete JSON file."""
+        write_json(self.partial / name, value, self._no_room())
+
+    def copy_extras(self, source: Path) -> None:
+        """Copy the small files of a model folder, such as its tokenizer."""
+        copy_extras(source, self.partial)
+
+    def remove(self, name: str) -> None:
+        """Leave a file of the unfinished folder out of the finished one."""
+        self._superfluous.append(name)
+
+    def commit(self, config: Mapping[str, Any]) -> None:
+        """Write config.json and the index of all shards, then give the folder its name.
+
+        Raises:
+            CheckpointError: Something took the name `out` in the meantime; it is left alone.
+        """
+        weight_map, total = {}, 0
+        for path in sorted(self.partial.glob("*.safetensors")):
+            weight_map.update(dict.fromkeys(sorted(read_header(path).tensors), path.name))
+            total += path.stat().st_size
+        self.write_json(INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self.write_json("config.json", config)
+        self._check_out()
+        self._rename()
+        self._committed = True
+        # The lock goes with the folder until here: no second writer gets in between.
+        for name in self._superfluous:
+            (self.out / name).unlink(missing_ok=True)
+        flush_folder(self.out)
+
+    def _rename(self) -> None:
+        old: Path | None = None
+        try:
+            if self._overwrite and self.out.exists():
+                parent = self.out.absolute().parent
+                old = Path(tempfile.mkdtemp(prefix=f"{self.out.name}.replaced.", dir=parent))
+                self.out.rename(old)
+            # Fails where anything but an empty folder stands.
+            self.partial.rename(self.out)
+        except OSError as error:
+            if old is not None and any(old.iterdir()):
+                if not self.out.exists():
+                    old.rename(self.out)
+            elif old is not None:
+                old.rmdir()
+            raise CheckpointError(
+                f"{self.partial} cannot become {self.out} ({error})",
+                need="a name that nothing else has",
+                hint="move what is there away, then the same command again",
+            ) from error
+        flush_folder(self.out.absolute().parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _clear(self, *, keep_all: bool) -> None:
+        """Delete what an earlier run left, or only the files that it was writing when it died."""
+        for path in list(self.partial.glob(TEMPORARY_GLOB if keep_all else "*")):
+            if path.name in (LOCK_NAME, MARK_NAME):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _mark(self) -> str:
+        """Who left `OUT.partial`: a run, a conversion, or someone else ("")."""
+        try:
+            return (self.partial / MARK_NAME).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return ""
+
+    def _check_partial(self) -> None:
+        try:
+            names = {path.name for path in self.partial.iterdir()} - {LOCK_NAME}
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            names = {self.partial.name}
+        mark = self._mark()
+        if names and mark not in (_RUN, _CONVERSION):
+            raise CheckpointError(
+                f"{self.partial} exists and was not left by hopsparse",
+                need="that name for the unfinished folder",
+                hint="move it away, or another -o",
+            )
+        if mark == _RUN and not (self._resume or self._overwrite):
+            raise CheckpointError(
+                f"{self.partial} holds an interrupted run",
+                need="a decision",
+                hint="--resume to continue it, or --overwrite to start again"
+                if self._resumable
+                else "finish it with `hopsparse sparsify --resume`, delete it, or another -o",
+            )
+
+    def _check_out(self) -> None:
+        if not self.out.exists():
+            return
+        if self.out.is_dir() and not any(self.out.iterdir()):
+            return
+        if not self._overwrite:
+            raise CheckpointError(
+                f"{self.out} exists", need="a new folder", hint="another -o, or --overwrite"
+            )
+        # Overwriting deletes a folder: only ever one that this package wrote.
+        with_config = self.out.is_dir() and (self.out / "config.json").is_file()
+        config = read_json(self.out / "config.json") if with_config else {}
+        if quantization_of(config).get("quant_method") != QUANT_METHOD:
+            raise CheckpointError(
+                f"{self.out} exists and is no hopsparse checkpoint",
+                need="a new folder, or one that hopsparse wrote",
+                hint="another -o",
+            )
+
+    def _no_room(self) -> str:
+        if self._resumable:
+            return "free some space and run the same command with --resume; finished parts are kept"
+        return "free some space and run the same command again"

@@ -1,0 +1,213 @@
+"""Is a checkpoint or a file of matrices whole: readable, valid, finite, of the right sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, HopsparseError, VerificationError
+from ..files import open_tensors
+from ..formats import SparseMatrix, read_facts, read_matrices
+from ._kinds import kind_of
+from .checkpoint import CheckpointReader
+from .sparse24 import packed_modules, read_packed
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        ok: Whether it holds.
+        detail: The first fact that does not, or what was covered.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def verify_checkpoint(path: Path | str) -> list[Check]:
+    """Check that a checkpoint folder or a .safetensors file is whole; every value is read.
+
+    Shards are present and readable, every matrix validates (of hopsparse and of
+    `sparse-24-bitmask`), every value is finite, and sizes agree with config.json.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        CheckpointError: There is nothing of a known kind at `path`.
+        VerificationError: Something is wrong; it names the first.
+
+    Example:
+        >>> verify_checkpoint("no/such/folder")
+        Traceback (most recent call last):
+        hopsparse.errors.CheckpointError: no/such/folder does not exist. Required: a checkpoint ...
+    """
+    checks = list(checks_of(Path(path)))
+    failed = [check for check in checks if not check.ok]
+    if failed:
+        raise VerificationError(
+            f"{len(failed)} of {len(checks)} checks of {path} failed; the first: "
+            f"{failed[0].name}: {failed[0].detail}",
+            need="a whole checkpoint",
+            hint=f"`hopsparse verify {path}` lists them; download or write it again",
+        )
+    return checks
+
+
+def checks_of(path: Path) -> Iterator[Check]:
+    """Check everything below `path`; a missing path is an error, damage is a failed check.
+
+    Raises:
+        CheckpointError: There is nothing of a known kind at `path`.
+    """
+    try:
+        kind = kind_of(path)
+    except CheckpointError as error:
+        damaged = path.is_file() and path.suffix == ".safetensors"
+        if not damaged and not (path / "config.json").is_file():
+            raise
+        yield Check(path.name, False, str(error))
+        return
+    if kind == "matrices":
+        yield from _file_checks(path)
+    elif kind == "tensors":
+        yield from _tensor_file_checks(path)
+    else:
+        yield from _folder_checks(path)
+
+
+def _file_checks(path: Path) -> Iterator[Check]:
+    try:
+        names = list(read_facts(path))
+    except HopsparseError as error:
+        yield Check(path.name, False, str(error))
+        return
+    for name in names:
+        try:
+            matrix = read_matrices(path, [name], validate=True)[name]
+            assert isinstance(matrix, SparseMatrix)
+            yield _matrix_check(name, matrix)
+        except HopsparseError as error:
+            yield Check(name, False, str(error))
+
+
+def _tensor_file_checks(path: Path) -> Iterator[Check]:
+    with open_tensors(path) as file:
+        for name in sorted(file.keys()):
+            fault = _not_finite(file.get_tensor(name))
+            yield Check(name, not fault, fault or "finite")
+
+
+def _folder_checks(path: Path) -> Iterator[Check]:
+    try:
+        reader = CheckpointReader(path)
+    except HopsparseError as error:
+        yield Check(path.name, False, str(error))
+        return
+    with reader:
+        yield Check("config.json and shards", True, f"{len(reader.shards())} shards, all present")
+        modules = reader.sparse.modules if reader.sparse else {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        parts: set[str] = set()
+        for module, entry in modules.items():
+            parts |= {f"{module}.{part}" for part in entry.parts}
+            shapes[f"{module}.weight"] = entry.shape
+            yield _module_check(reader, module)
+        for module in packed_modules(reader) if not modules else ():
+            parts |= {f"{module}.{part}" for part in ("shape", "compressed", "bitmask")}
+            check, shape = _packed_check(reader, module)
+            shapes |= {f"{module}.weight": shape} if shape else {}
+            yield check
+        for name in reader.names():
+            if name not in parts:
+                check, shape = _tensor_check(reader, name)
+                shapes |= {name: shape} if shape is not None else {}
+                yield check
+        yield _config_check(reader, shapes)
+
+
+def _module_check(reader: CheckpointReader, module: str) -> Check:
+    try:
+        matrix = reader.matrix(module)
+        matrix.validate()
+        return _matrix_check(module, matrix)
+    except HopsparseError as error:
+        return Check(module, False, str(error))
+
+
+def _packed_check(reader: CheckpointReader, module: str) -> tuple[Check, tuple[int, ...] | None]:
+    try:
+        matrix = read_packed(reader, module)
+    except HopsparseError as error:
+        return Check(module, False, str(error)), None
+    check = _matrix_check(module, matrix)
+    detail = f"sparse-24-bitmask {matrix.shape[0]} x {matrix.shape[1]}, valid"
+    return Check(module, check.ok, detail if check.ok else check.detail), matrix.shape
+
+
+def _matrix_check(name: str, matrix: SparseMatrix) -> Check:
+    for part, tensor in matrix.parts().items():
+        if fault := _not_finite(tensor):
+            return Check(name, False, f"part {part!r}: {fault}")
+    return Check(name, True, f"{matrix.name} {matrix.shape[0]} x {matrix.shape[1]}, valid")
+
+
+def _tensor_check(reader: CheckpointReader, name: str) -> tuple[Check, tuple[int, ...] | None]:
+    try:
+        tensor = reader.load(name)
+    except HopsparseError as error:
+        return Check(name, False, str(error)), None
+    fault = _not_finite(tensor)
+    return Check(name, not fault, fault or "finite"), tuple(tensor.shape)
+
+
+def _config_check(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> Check:
+    """Compare stored shapes with those of the model that config.json describes."""
+    title = "sizes of config.json"
+    try:
+        expected = _expected_shapes(reader.folder)
+    except ImportError:
+        return Check(title, True, "not compared: transformers is not installed")
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        # A model type of another library, or a config that describes no causal language model.
+        return Check(title, True, f"not compared: {str(error).splitlines()[0]}")
+    faults = [
+        f"{name} is {list(shapes[name]) if name in shapes else 'not stored'}, "
+        f"config.json describes {list(wanted)}"
+        for name, wanted in expected.items()
+        if shapes.get(name) != wanted
+    ]
+    return Check(title, not faults, faults[0] if faults else f"{len(expected)} weights agree")
+
+
+def _expected_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight of the described model, tied ones once; no weight is made."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def _not_finite(tensor: Tensor) -> str:
+    """The first value that is no number, in words; "" when all are finite."""
+    if not tensor.is_floating_point():
+        return ""
+    finite = torch.isfinite(tensor.float() if tensor.dtype in _FLOAT8 else tensor)
+    if bool(finite.all()):
+        return ""
+    first = int((~finite).flatten().nonzero()[0])
+    return f"{int((~finite).sum())} values are not finite, the first at flat index {first}"
