@@ -229,13 +229,18 @@ class SparseLinear(nn.Module):
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        matrix = self.matrix
-        if self._may_keep(matrix):
+        weight = self._kept_weight()
+        if weight is None:
+            matrix = self.matrix
+            if not self._may_keep(matrix):
+                return self._run_decoding(matrix, x)
             weight = self._decode(matrix)
-            check_inputs("linear", matrix, x, self.bias)
-            if x.device.type == "cpu":
-                return product(weight, x, self.bias)
-            return F.linear(x, weight, self.bias)
+        check_inputs("linear", weight, x, self.bias)
+        if x.device.type == "cpu":
+            return product(weight, x, self.bias)
+        return F.linear(x, weight, self.bias)
+
+    def _run_decoding(self, matrix: SparseMatrix, x: Tensor) -> Tensor:
         if matrix.name in _OPERATORS:
             return _OPERATORS[matrix.name][0](matrix, x, bias=self.bias)
         plan = product_plan("linear", x)
@@ -245,7 +250,7 @@ class SparseLinear(nn.Module):
         """Keep what tensors do not say: the format, the shape and the pattern."""
         # Without its tensors, which live in the buffers alone.
         self._form: SparseMatrix = replace(cast(Any, matrix), **dict.fromkeys(matrix.PARTS))
-        self._decoded: tuple[list[tuple[Tensor, int, int]], Tensor] | None = None
+        self._decoded: tuple[list[tuple[str, Tensor, int, int]], Tensor] | None = None
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         if not self.keep_decoded or torch.compiler.is_compiling():
@@ -259,21 +264,32 @@ class SparseLinear(nn.Module):
             for part in matrix.parts().values()
         )
 
+    def _kept_weight(self) -> Tensor | None:
+        """The decoded weight, if the parts are still the ones it was made of."""
+        # Every call comes here: on a GPU one token of a small layer takes less than a few
+        # attribute look-ups of nn.Module, so the matrix is not put together.
+        if torch.compiler.is_compiling() or self._decoded is None or not self.keep_decoded:
+            return None
+        made_of, weight = self._decoded
+        for name, old, version, pointer in made_of:
+            part = self._buffers.get(name)
+            if part is not old or part.requires_grad:
+                return None
+            if part._version != version or part.data_ptr() != pointer:
+                return None
+        return weight
+
     def _decode(self, matrix: SparseMatrix) -> Tensor:
-        """The decoded weight in the dtype of the values, checked and made at most once."""
-        key = [(part, part._version, part.data_ptr()) for part in matrix.parts().values()]
-        kept = self._decoded
-        if kept is not None and all(
-            old[0] is new[0] and old[1:] == new[1:] for old, new in zip(kept[0], key, strict=True)
-        ):
-            return kept[1]
+        """Check and decode the weight, in the dtype of the values, and keep it."""
         check_weight("linear", matrix)
         check_capture(matrix, "one call of the layer before the capture")
+        parts = matrix.parts().items()
+        made_of = [(name, part, part._version, part.data_ptr()) for name, part in parts]
         # A tensor made in inference mode could not serve a later call that trains x or the bias.
         with torch.inference_mode(False), torch.no_grad():
             weight = matrix.to_dense()
         finish_decoding(weight)
-        self._decoded = (key, weight)
+        self._decoded = (made_of, weight)
         return weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -149,8 +149,8 @@ def check_weight(op: str, w: SparseMatrix, kind: type[SparseMatrix] | None = Non
         )
 
 
-def check_inputs(op: str, w: SparseMatrix, x: Tensor, bias: Tensor | None) -> None:
-    """The part of `check_product` that changes from call to call."""
+def check_inputs(op: str, w: SparseMatrix | Tensor, x: Tensor, bias: Tensor | None) -> None:
+    """The part of `check_product` that changes from call to call; `w` may be decoded already."""
     out, k = w.shape
     if x.ndim < 1 or x.shape[-1] != k:
         raise ArgumentError(
