@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         op: Name of the operator, or "linear" for a format without one.
-        name: "reference" (float32 accumulation), "dense" (PyTorch's product) or "decompressed".
+        name: "reference" (float32 accumulation) or "dense" (PyTorch's product).
         why: The reason, as a clause.
     """
 
