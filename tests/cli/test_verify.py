@@ -58,6 +58,14 @@ def test_whole_checkpoint_passes(run_json: RunJson, sparse_model: Path) -> None:
     assert found["checks"][-1]["detail"] == "21 weights agree"
 
 
+def test_packed_checkpoint_passes(run_json: RunJson, sparse_model: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    run_json("convert", sparse_model, "-o", theirs, "--to", "sparse-24-bitmask")
+    found = run_json("verify", theirs)
+    assert found["checks"][-1]["detail"] == "21 weights agree"
+    assert sum("sparse-24-bitmask" in check["detail"] for check in found["checks"]) == 14
+
+
 def test_dense_checkpoint_passes(run: Run, dense_model: Path) -> None:
     assert run("verify", dense_model).exit_code == 0
 

@@ -283,6 +283,8 @@ def _ignored(sparsity: Mapping[str, Any]) -> list[re.Pattern[str]]:
     """The entries of `ignore` as expressions that match from the start; `re:` marks one."""
     entries = sparsity.get("ignore") or []
     try:
+        if isinstance(entries, str):
+            raise TypeError("one text")
         return [
             re.compile(entry.removeprefix("re:"))
             if entry.startswith("re:")
