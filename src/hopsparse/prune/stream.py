@@ -147,18 +147,7 @@ def prune_block(
             hint="method magnitude, which needs none",
         )
     with quiet(block):
-        if activations is None:
-            for name in layers:
-                work.prune(name, None)
-        elif recipe.refresh == "group" and len(activations) == 1:
-            _prune_inside(work, activations, then_advance)
-            then_advance = False
-        else:
-            whole = [list(layers)] if recipe.refresh == "block" else groups
-            for group in whole:
-                _prune_between(work, group, activations)
-    if then_advance and activations is not None:
-        advance(block, activations)
+        _prune_all(work, groups, activations, then_advance)
     return [work.reports[name] for name in layers]
 
 
@@ -207,6 +196,27 @@ class _Work:
         """By full name, the layers that need statistics: not those that stay dense."""
         full = {self.prefix + name: self.layers[name] for name in names}
         return {name: layer for name, layer in full.items() if not self.recipe.keeps(name)}
+
+
+def _prune_all(
+    work: _Work,
+    groups: Sequence[Sequence[str]],
+    activations: Activations | None,
+    then_advance: bool,
+) -> None:
+    """Choose between no statistics, one forward for all, and one forward a group."""
+    if activations is None:
+        for name in work.layers:
+            work.prune(name, None)
+        return
+    if work.recipe.refresh == "group" and len(activations) == 1:
+        _prune_inside(work, activations, then_advance)
+        return
+    whole = [list(work.layers)] if work.recipe.refresh == "block" else groups
+    for group in whole:
+        _prune_between(work, group, activations)
+    if then_advance:
+        advance(work.block, activations)
 
 
 def _prune_between(work: _Work, group: Sequence[str], activations: Activations) -> None:
