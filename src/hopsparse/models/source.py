@@ -135,15 +135,13 @@ def open_source(model: str) -> WeightSource:
         CheckpointError: There is no such model, or it cannot be read.
         UnsupportedError: It is not a dense model of a known architecture, or a library is missing.
     """
-    _check_extras()
-    if model in PACKAGED:
-        path = _packaged_file(model)
-        return GGUFSource(path, name=model)
-    path = Path(model)
+    path = _packaged_file(model) if model in PACKAGED else Path(model)
     if path.is_dir():
+        _check_extras("transformers", "accelerate")
         return FolderSource(path)
     if path.is_file() and path.suffix == ".gguf":
-        return GGUFSource(path, name=path.stem)
+        _check_extras("transformers", "accelerate", "gguf")
+        return GGUFSource(path, name=model if model in PACKAGED else path.stem)
     raise CheckpointError(
         f"{model!r} is no folder, no .gguf file and no packaged model",
         need="a local HF folder, a .gguf file or one of " + ", ".join(PACKAGED),
@@ -240,8 +238,8 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(owner_name), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _check_extras() -> None:
-    missing = [name for name in ("transformers", "accelerate", "gguf") if find_spec(name) is None]
+def _check_extras(*libraries: str) -> None:
+    missing = [name for name in libraries if find_spec(name) is None]
     if missing:
         raise UnsupportedError(
             f"a model to read, and {', '.join(missing)} not installed",
