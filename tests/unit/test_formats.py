@@ -21,10 +21,10 @@ from hopsparse.formats import (
     NMPattern,
     SparseMatrix,
     convert,
+    nonzero_mask,
     parse_pattern,
     storage_for,
 )
-from hopsparse.formats._base import nonzero_mask
 from hopsparse.formats.bsr import blocks_per_line
 from hopsparse.formats.csr import transposed
 from hopsparse.formats.hyb import ell_width

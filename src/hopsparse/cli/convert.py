@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import ArgumentError
+from ..models.convert import TARGETS, Converted, convert_checkpoint
 from .console import bytes_text, print_json, stdout
 from .options import command
-
-if TYPE_CHECKING:
-    from ..models.convert import Converted
-
-_TARGETS = ("nm", "bsr", "csr", "csc", "hyb", "bitmask", "dense", "sparse-24-bitmask")
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Convert:
         Path, typer.Argument(metavar="SRC", help="Checkpoint folder or .safetensors file.")
     ]
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="Folder or file to make.")]
-    to: Annotated[str, typer.Option(help=", ".join(_TARGETS) + ".")]
+    to: Annotated[str, typer.Option(help=", ".join(TARGETS) + ".")]
     pattern: Annotated[
         str | None, typer.Option(help="For nm: the N:M to pack. Nothing is ever pruned.")
     ] = None
@@ -57,8 +53,6 @@ def run(options: Convert) -> None:
     config.json has a sparsity_config (dense ones with zeros, or sparse-24-bitmask), and
     .safetensors files. `hopsparse sparsify` takes any other dense checkpoint.
     """
-    from ..models.convert import convert_checkpoint
-
     done = convert_checkpoint(
         options.src,
         options.out,

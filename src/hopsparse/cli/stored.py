@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..models._kinds import SPARSE24 as SPARSE24
-from ..models._kinds import Kind as Kind
-from ..models._kinds import kind_of as kind_of
+from ..models.kinds import SPARSE24 as SPARSE24
+from ..models.kinds import Kind as Kind
+from ..models.kinds import kind_of as kind_of
 
 if TYPE_CHECKING:
     from ..formats import SparseMatrix

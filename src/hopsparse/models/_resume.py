@@ -106,17 +106,20 @@ def _parse_shard(path: Path, value: object) -> RunState.Shard:
     if not isinstance(value, dict):
         raise _damaged(path)
     file, entries, layers = (value.get(key) for key in ("file", "entries", "layers"))
-    sound = isinstance(file, str) and isinstance(entries, dict) and isinstance(layers, list)
+    # A shard name is data from a file: it must not lead out of the folder.
+    if not isinstance(file, str) or Path(file).name != file:
+        raise _damaged(path)
+    if not isinstance(entries, dict) or not isinstance(layers, list):
+        raise _damaged(path)
     known = {field.name for field in fields(LayerReport)}
-    if not sound or not all(
-        isinstance(layer, dict) and layer.keys() == known and isinstance(layer["name"], str)
-        for layer in layers  # type: ignore[union-attr]
-    ):
-        raise _damaged(path)
-    if Path(file).name != file:  # type: ignore[arg-type]
-        # A shard name is data from a file: it must not lead out of the folder.
-        raise _damaged(path)
-    return RunState.Shard(file, entries, layers)  # type: ignore[arg-type]
+    for layer in layers:
+        if (
+            not isinstance(layer, dict)
+            or layer.keys() != known
+            or str(layer["name"]) not in entries
+        ):
+            raise _damaged(path)
+    return RunState.Shard(file, entries, layers)
 
 
 def _damaged(path: Path) -> CheckpointError:

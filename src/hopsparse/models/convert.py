@@ -22,9 +22,9 @@ from ..formats import (
     read_matrices,
     write_matrices,
 )
-from ._kinds import SPARSE24, Kind, kind_of
 from ._layers import check_stored, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry
+from .kinds import SPARSE24, Kind, kind_of
 from .sparse24 import export_sparse24, import_sparse24
 
 #: What weights can be converted to.

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import CheckpointError, HopsparseError, VerificationError
 from ..files import open_tensors
 from ..formats import SparseMatrix, read_facts, read_matrices
-from ._kinds import kind_of
 from .checkpoint import CheckpointReader
+from .kinds import kind_of
 from .sparse24 import packed_modules, read_packed
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
