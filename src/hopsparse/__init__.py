@@ -14,6 +14,7 @@ from .errors import FormatError as FormatError
 from .errors import HopsparseError as HopsparseError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
+from .models.convert import convert_checkpoint as convert_checkpoint
 from .models.evaluate import evaluate as evaluate
 from .models.load import load as load
 from .models.options import Progress as Progress
@@ -24,6 +25,7 @@ from .models.sparse24 import export_sparse24 as export_sparse24
 from .models.sparse24 import import_sparse24 as import_sparse24
 from .models.sparsify import sparsify as sparsify
 from .models.sparsify import sparsify_checkpoint as sparsify_checkpoint
+from .models.verify import verify_checkpoint as verify_checkpoint
 from .prune import Recipe as Recipe
 from .version import __version__ as __version__
 

@@ -52,7 +52,7 @@ def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
         sparse = SparseConfig(known.pattern, known.method, modules, known.kept_dense)
         config = model.config.to_diff_dict()  # type: ignore[union-attr, operator]
         config.pop("_name_or_path", None)
-    with CheckpointWriter(out, overwrite=overwrite) as writer:
+    with CheckpointWriter(out, overwrite=overwrite, resumable=False) as writer:
         writer.write_shard(SINGLE_NAME, _unshared(model.state_dict()))
         writer.commit(config | {"quantization_config": sparse.to_json()})
 

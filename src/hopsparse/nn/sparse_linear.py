@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ArgumentError
-from ..formats import BSR, format_named, parse_pattern
-from ..formats._base import Attribute, SparseMatrix
+from ..formats import BSR, Attribute, SparseMatrix, format_named, parse_pattern
 from ..formats.bsr import blocks_per_line
 from ..ops._product import (
     COMPUTE_DTYPES,

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import FORMATS
-from ..formats._base import SparseMatrix, nonzero_mask
+from ..formats import FORMATS, SparseMatrix, nonzero_mask
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
