@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,7 +29,7 @@ def topics() -> str:
     found: dict[str, None] = {}
     pages: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     for key in sorted(pages):
-        for paragraph in re.split(r"\n\s*\n", pages[key]):
+        for paragraph in pages[key].split("\n\n"):
             if paragraph.strip():
                 found.setdefault(paragraph)
     return "\n\n".join(found)

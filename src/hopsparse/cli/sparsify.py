@@ -43,6 +43,9 @@ class Sparsify:
     damping: Annotated[
         float, typer.Option(help="SparseGPT: added to the Hessian's diagonal, as part of its mean.")
     ] = 0.01
+    refit: Annotated[
+        int, typer.Option(help="SparseGPT: steps that refit the kept weights; 0 is the paper's.")
+    ] = 10
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Text to calibrate on; a bundled one if left out."),
@@ -81,6 +84,7 @@ def run(options: Sparsify) -> None:
         keep=tuple(options.keep or ()),
         seed=options.seed,
         damping=options.damping,
+        refit=options.refit,
     )
     _check_device(options.device)
     report = _sparsify(options, recipe)

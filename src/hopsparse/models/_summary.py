@@ -76,7 +76,8 @@ def repeat_command(model: str, out: Path, recipe: Recipe, options: SparsifyOptio
     """The command line that makes the same checkpoint."""
     words = ["hopsparse", "sparsify", model, "-o", str(out)]
     words += ["--pattern", str(recipe.pattern), "--method", recipe.method]
-    words += ["--damping", f"{recipe.damping:g}", "--seed", str(recipe.seed)]
+    words += ["--damping", repr(recipe.damping), "--refit", str(recipe.refit)]
+    words += ["--seed", str(recipe.seed)]
     words += ["--windows", str(options.windows), "--window-tokens", str(options.window_tokens)]
     words += ["--eval-windows", str(options.eval_windows), "--device", options.device]
     words += [] if options.samples else ["--no-samples"]
