@@ -1,33 +1,80 @@
-"""Groups are found by running the block once."""
-
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from hopsparse.prune import trace_groups
+from hopsparse.prune import is_chain, trace_groups
 
 
-class Gated(nn.Module):
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down, self.idle = (nn.Linear(4, 4) for _ in range(4))
+        self.o, self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(4))
+        self.unused = nn.Linear(8, 8)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.gate(hidden) * self.up(hidden)
-        return self.down(inner) + self.down(hidden)
-
-
-def test_layers_with_one_input_are_one_group_in_run_order() -> None:
-    block = Gated()
-    names = ["idle", "down", "up", "gate"]
-    groups = trace_groups(block, names, lambda: block(torch.ones(2, 4)))
-    assert groups == [["gate", "up"], ["down"], ["idle"]]
-    assert not any(module._forward_pre_hooks for module in block.modules())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) + self.k(x) + self.v(x))
 
 
-def test_an_input_written_in_between_is_another_input() -> None:
-    layers = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    x = torch.ones(1, 2)
-    groups = trace_groups(layers, ["a", "b"], lambda: [layers["a"](x), layers["b"](x.add_(1))])
-    assert groups == [["a"], ["b"]]
+def test_groups_are_in_run_order_and_share_inputs() -> None:
+    block = Attention()
+    names = ["o", "q", "k", "v", "unused"]
+    groups = trace_groups(block, names, lambda: block(torch.ones(2, 8)))
+    assert groups == [["q", "k", "v"], ["o"], ["unused"]]
+
+
+def test_an_input_changed_in_place_is_another_input() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            return first + self.b(x.add_(1))
+
+    block = Block()
+    assert trace_groups(block, ["a", "b"], lambda: block(torch.ones(1, 4))) == [["a"], ["b"]]
+
+
+def test_a_layer_called_twice_counts_where_it_was_first() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    block = nn.ModuleList([a, b])
+    assert trace_groups(block, ["1", "0"], lambda: a(b(a(torch.ones(1, 4))))) == [["0"], ["1"]]
+
+
+def test_hooks_go_even_when_the_call_fails() -> None:
+    block = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError):
+        trace_groups(block, ["0"], lambda: block(torch.ones(1, 3)))
+    assert not block[0]._forward_pre_hooks
+
+
+X = torch.ones(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("run", "chain"),
+    [
+        (lambda b: b[1](b[0](X)), True),
+        (lambda b: b[0](b[1](X)), False),
+        (lambda b: b[0](X) + b[1](X), False),
+        (lambda b: b[1](b[0](X) * 1), False),
+        (lambda b: b[1](b[0](b[0](X))), False),
+        (lambda b: b[0](X), False),
+        (lambda b: b[1](b[0](b[1](X))), False),
+    ],
+)
+def test_chains(run: object, chain: bool) -> None:
+    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    assert is_chain(blocks, lambda: run(blocks)) is chain  # type: ignore[operator]
+
+
+def test_blocks_that_return_tuples_and_take_keywords() -> None:
+    class Block(nn.Module):
+        def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+            return hidden_states + 1, None
+
+    blocks = [Block(), Block()]
+    assert is_chain(blocks, lambda: blocks[1](hidden_states=blocks[0](hidden_states=X)[0]))
