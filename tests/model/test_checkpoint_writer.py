@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from hopsparse.errors import CheckpointError
-from hopsparse.models._files import copy_extras
+from hopsparse.models._files import copy_extras, write_tensors
 from hopsparse.models._resume import RunState
 from hopsparse.models.checkpoint import (
     CheckpointWriter,
@@ -40,10 +41,10 @@ def test_two_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resumable", "hint", "left"),
-    [(True, "with --resume", ["out.partial"]), (False, "run the same command again.", [])],
+    ("resumable", "hint"),
+    [(True, "with --resume"), (False, "run the same command again.")],
 )
-def test_no_room(tmp_path: Path, resumable: bool, hint: str, left: list[str]) -> None:
+def test_no_room(tmp_path: Path, resumable: bool, hint: str) -> None:
     """A limit on the size of files is real and needs no privileges; it is set in a child."""
     program = """
         import resource, signal, sys
@@ -68,9 +69,8 @@ def test_no_room(tmp_path: Path, resumable: bool, hint: str, left: list[str]) ->
     assert result.stdout.count("no space left") == 2
     assert result.stdout.count(hint) == 2
     assert ("--resume" in result.stdout) == resumable
-    assert [path.name for path in tmp_path.iterdir()] == left
-    for folder in tmp_path.iterdir():
-        assert not list(folder.glob("*w.*"))
+    # No part was finished: there is nothing to keep.
+    assert not list(tmp_path.iterdir())
 
 
 def write_checkpoint(out: Path) -> None:
@@ -120,6 +120,7 @@ def test_a_partial_folder_of_someone_else_is_left_alone(
 
 def test_overwriting_clears_subfolders_of_an_interrupted_run(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out") as writer:
+        writer.write_shard("model.safetensors", {"w": torch.ones(1)})
         (writer.partial / "additional_chat_templates").mkdir()
         (writer.partial / "additional_chat_templates" / "tool.jinja").write_text("{}")
     with CheckpointWriter(tmp_path / "out", overwrite=True) as writer:
@@ -229,10 +230,11 @@ def test_copy_extras(tmp_path: Path) -> None:
         {"identity": [], "shards": []},
         {"identity": {}, "shards": {}},
         {"identity": {}, "shards": [3]},
-        {"identity": {}, "shards": [{"file": "a", "entries": {}, "layers": [{}]}]},
-        {"identity": {}, "shards": [{"file": "../a", "entries": {}, "layers": []}]},
-        {"identity": {}, "shards": [{"file": 3, "entries": {}, "layers": []}]},
-        {"identity": {}, "shards": [{"file": "a", "entries": [], "layers": []}]},
+        {"identity": {}, "shards": [{"file": "a", "sha256": "", "entries": {}, "layers": [{}]}]},
+        {"identity": {}, "shards": [{"file": "../a", "sha256": "", "entries": {}, "layers": []}]},
+        {"identity": {}, "shards": [{"file": 3, "sha256": "", "entries": {}, "layers": []}]},
+        {"identity": {}, "shards": [{"file": "a", "sha256": "", "entries": [], "layers": []}]},
+        {"identity": {}, "shards": [{"file": "a", "entries": {}, "layers": []}]},
     ],
 )
 def test_damaged_run_state(tmp_path: Path, state: object) -> None:
@@ -240,3 +242,76 @@ def test_damaged_run_state(tmp_path: Path, state: object) -> None:
         writer.write_json("run-state.json", state)
         with pytest.raises(CheckpointError, match="run-state.json is damaged"):
             RunState.resume(writer, {})
+
+
+def interrupted(out: Path) -> Path:
+    """What a run leaves that finished one block; the folder of its shards."""
+    with CheckpointWriter(out) as writer:
+        writer.write_shard("model-1.safetensors", {"a": torch.ones(4)})
+        RunState({}).add(("model-1.safetensors", {}), [], writer)
+    return writer.partial
+
+
+def test_only_shards_of_the_run_enter_the_checkpoint(tmp_path: Path) -> None:
+    partial = interrupted(tmp_path / "out")
+    write_tensors(partial / "theirs.safetensors", {"z": torch.ones(1)})
+    with CheckpointWriter(tmp_path / "out", resume=True) as writer:
+        RunState.resume(writer, {})
+        writer.write_shard("model-2.safetensors", {"b": torch.ones(1)})
+        writer.commit({})
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    assert not (tmp_path / "out" / "theirs.safetensors").exists()
+    for name, digest in index["metadata"]["sha256"].items():
+        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "out") as writer:
+        for name in ("model-1.safetensors", "model-2.safetensors"):
+            writer.write_shard(name, {"a": torch.ones(1)})
+        with pytest.raises(CheckpointError, match="tensor a is in both model-1"):
+            writer.commit({})
+
+
+def test_a_finished_shard_that_was_damaged_since(tmp_path: Path) -> None:
+    path = interrupted(tmp_path / "out") / "model-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with (
+        CheckpointWriter(tmp_path / "out", resume=True) as writer,
+        pytest.raises(CheckpointError, match=r"model-1.*is damaged.*--overwrite"),
+    ):
+        RunState.resume(writer, {})
+    assert path.exists()
+
+
+def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="input"), CheckpointWriter(tmp_path / "out"):
+        raise ValueError("input")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_beside_the_first_is_told_so(tmp_path: Path) -> None:
+    with (
+        CheckpointWriter(tmp_path / "out"),
+        pytest.raises(CheckpointError, match="being written by another process"),
+    ):
+        CheckpointWriter(tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "..", "a/.."])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_result_without_a_name(out: str, overwrite: bool) -> None:
+    with pytest.raises(CheckpointError, match="a path that ends in a new name"):
+        CheckpointWriter(out, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial"])
+@pytest.mark.parametrize("target", ["nothing", "empty"])
+def test_symbolic_links_are_refused_at_once(tmp_path: Path, name: str, target: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(CheckpointError, match=f"{name} is a symbolic link"):
+        CheckpointWriter(tmp_path / "out", overwrite=True)

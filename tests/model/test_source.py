@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -213,3 +214,76 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path: Path) -> None:
     source = open_source(str(folder))
     with pytest.raises(CheckpointError, match=r"shape \[128, 32\].*\[64, 32\]"):
         materialize_outside(skeleton(source), (), source, "cpu")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def add_tensor(folder: Path, name: str, value: Tensor) -> None:
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {name: value}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_stored_layers_that_the_config_does_not_describe(tmp_path: Path) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    edit_config(folder, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"stores model\.layers\.2\..* and 6 more, for which"):
+        skeleton(open_source(str(folder)))
+
+
+def test_a_stored_bias_that_the_config_does_not_describe(tmp_path: Path) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    add_tensor(folder, name, torch.ones(32, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match=name):
+        skeleton(open_source(str(folder)))
+
+
+def test_a_gguf_tensor_that_the_architecture_does_not_know(tmp_path: Path) -> None:
+    state = dense_state() | {"blk.0.attn_q.bias": torch.ones(32)}
+    source = open_source(str(write_gguf(tmp_path / "m.gguf", state)))
+    with pytest.raises(CheckpointError, match="attn_q.bias"):
+        skeleton(source)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_tied_copies_and_rotary_frequencies_may_be_stored(tmp_path: Path, name: str) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    value = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    add_tensor(folder, name, value.clone() if name == "lm_head.weight" else torch.ones(4))
+    skeleton(open_source(str(folder)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": "x"}, {"hidden_act": "nope"}, {"num_attention_heads": 0}]
+)
+def test_a_config_that_describes_no_model(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    edit_config(folder, **changes)
+    with pytest.raises((CheckpointError, UnsupportedError), match=r"config\.json"):
+        skeleton(open_source(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_identity_follows_the_files_that_say_how_to_read_the_weights(
+    tmp_path: Path, name: str
+) -> None:
+    folder = save_model(tiny_llama(), tmp_path / "m")
+    before = open_source(str(folder)).identity()
+    assert open_source(str(folder)).identity() == before
+    with (folder / name).open("a") as file:
+        file.write("\n")
+    assert open_source(str(folder)).identity() != before
+
+
+def test_identity_follows_the_fields_of_a_gguf_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", dense_state())
+    source, status = open_source(str(path)), path.stat()
+    before = source.identity()
+    data = path.read_bytes()
+    place = data.index(b"llama.rope.freq_base") + len("llama.rope.freq_base") + 4
+    path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert source.identity() != before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -20,12 +21,13 @@ from ..files import unreadable, written_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 LOCK_NAME = ".lock"
+STATE_NAME = "run-state.json"
 
 _AGAIN = "free some space and run the same command again"
 # Tokenizers, chat templates and generation settings.
 _EXTRA_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 # Written anew for every checkpoint, or about one alone.
-_NOT_EXTRA = {"config.json", "report.json", "run-state.json"}
+_NOT_EXTRA = {"config.json", "report.json", STATE_NAME}
 # Of the folders beside them only those count that hold nothing but small text files, such as
 # additional_chat_templates.
 _TEXT_SUFFIXES = {".json", ".txt", ".jinja"}
@@ -91,6 +93,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def sha256(path: Path) -> str:
+    """Digest of a file, in hexadecimal.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 def copy_extras(source: Path, destination: Path) -> None:
     """Copy the small files of a model folder: tokenizer, chat templates, generation settings.
 
@@ -132,6 +147,45 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
 
 
+def check_result(path: Path) -> None:
+    """Refuse a path that cannot be the name of something new.
+
+    Raises:
+        CheckpointError: It has no name of its own, or is a symbolic link.
+    """
+    if path.name in ("", ".."):
+        raise CheckpointError(
+            f"{str(path)!r} as the result", need="a path that ends in a new name", hint="-o OUT"
+        )
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link",
+            need="a name that is free, or that of a real folder",
+            hint=f"-o {path.resolve()}",
+        )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether another process holds `folder` with `exclusive`."""
+    try:
+        with (folder / LOCK_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def held_elsewhere(folder: Path) -> CheckpointError:
+    """The error for a folder that another process holds."""
+    return CheckpointError(
+        f"{folder} is being written by another process",
+        need="one writer for a folder",
+        hint="wait for it, or choose another output folder",
+    )
+
+
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process; the kernel lets go of it however the process ends.
@@ -147,9 +201,5 @@ def exclusive(folder: Path) -> Iterator[None]:
             if not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 raise BlockingIOError
         except OSError as error:
-            raise CheckpointError(
-                f"{folder} is being written by another process",
-                need="one writer for a folder",
-                hint="wait for it, or choose another output folder",
-            ) from error
+            raise held_elsewhere(folder) from error
         yield

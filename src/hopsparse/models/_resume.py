@@ -9,10 +9,9 @@ from typing import Any, Self
 
 from ..errors import CheckpointError
 from ..prune import LayerReport
+from ._files import STATE_NAME as STATE_NAME
 from ._files import read_json
 from .checkpoint import CheckpointWriter
-
-STATE_NAME = "run-state.json"
 
 
 class RunState:
@@ -28,11 +27,13 @@ class RunState:
 
         Attributes:
             file: Its safetensors file.
+            sha256: Digest of that file.
             entries: `ModuleEntry` of each sparse layer, as JSON.
             layers: `LayerReport` of each layer, as JSON.
         """
 
         file: str
+        sha256: str
         entries: dict[str, Any]
         layers: list[dict[str, Any]]
 
@@ -46,7 +47,7 @@ class RunState:
         """Read the state of `writer.partial`; empty when that run finished no block.
 
         Raises:
-            CheckpointError: The interrupted run was another one.
+            CheckpointError: The interrupted run was another one, or a shard of it is damaged.
         """
         state = cls(identity)
         path = writer.partial / STATE_NAME
@@ -64,6 +65,8 @@ class RunState:
                     hint="--overwrite to start again",
                 )
         state._shards = [_parse_shard(path, shard) for shard in shards]
+        for shard in state._shards:
+            writer.keep_shard(shard.file, shard.sha256)
         state._resumed = len(state._shards)
         return state
 
@@ -92,7 +95,8 @@ class RunState:
     ) -> None:
         """Record the next block, whose shard is on disk."""
         file, entries = written
-        self._shards.append(self.Shard(file, entries, [asdict(report) for report in reports]))
+        layers = [asdict(report) for report in reports]
+        self._shards.append(self.Shard(file, writer.digest(file), entries, layers))
         shards = [asdict(shard) for shard in self._shards]
         writer.write_json(STATE_NAME, {"identity": self._identity, "shards": shards})
 
@@ -105,9 +109,10 @@ def _parse_shard(path: Path, value: object) -> RunState.Shard:
     """
     if not isinstance(value, dict):
         raise _damaged(path)
-    file, entries, layers = (value.get(key) for key in ("file", "entries", "layers"))
+    file, digest = value.get("file"), value.get("sha256")
+    entries, layers = value.get("entries"), value.get("layers")
     # A shard name is data from a file: it must not lead out of the folder.
-    if not isinstance(file, str) or Path(file).name != file:
+    if not isinstance(file, str) or Path(file).name != file or not isinstance(digest, str):
         raise _damaged(path)
     if not isinstance(entries, dict) or not isinstance(layers, list):
         raise _damaged(path)
@@ -119,7 +124,7 @@ def _parse_shard(path: Path, value: object) -> RunState.Shard:
             or str(layer["name"]) not in entries
         ):
             raise _damaged(path)
-    return RunState.Shard(file, entries, layers)
+    return RunState.Shard(file, digest, entries, layers)
 
 
 def _damaged(path: Path) -> CheckpointError:

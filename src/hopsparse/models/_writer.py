@@ -15,7 +15,19 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import TEMPORARY_GLOB, flush_folder, read_header
 from ._entries import QUANT_METHOD, quantization_of
-from ._files import INDEX_NAME, LOCK_NAME, copy_extras, exclusive, read_json, write_json
+from ._files import (
+    INDEX_NAME,
+    LOCK_NAME,
+    STATE_NAME,
+    check_result,
+    copy_extras,
+    exclusive,
+    held_elsewhere,
+    is_held,
+    read_json,
+    sha256,
+    write_json,
+)
 from ._files import write_tensors as _write_tensors
 
 # Written into an unfinished folder: only what carries it is ever cleared.
@@ -27,7 +39,8 @@ class CheckpointWriter:
     """Writes a checkpoint folder that appears complete or not at all.
 
     Everything goes to `OUT.partial` until `commit` renames it. Leaving the context without a
-    commit keeps `OUT.partial`, so that a run can be resumed, unless `resumable` is false.
+    commit keeps `OUT.partial`, so that a run can be resumed, unless it holds no finished part or
+    `resumable` is false.
 
     Args:
         out: The folder to make.
@@ -49,12 +62,15 @@ class CheckpointWriter:
         resumable: bool = True,
     ) -> None:
         self.out = Path(out)
-        self.partial = self.out.with_name(self.out.name + ".partial")
+        self.partial = self.out.parent / (self.out.name + ".partial")
         self._overwrite = overwrite
         self._resume = resume
         self._resumable = resumable
         self._superfluous = [MARK_NAME, LOCK_NAME]
         self._committed = False
+        self._digests: dict[str, str] = {}
+        check_result(self.out)
+        check_result(self.partial)
         self._check_out()
         self._check_partial()
         self._stack = ExitStack()
@@ -86,13 +102,33 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._committed and not self._resumable:
+        if not self._committed and not (self._resumable and self._holds_finished()):
             shutil.rmtree(self.partial, ignore_errors=True)
         self._stack.close()
 
     def write_shard(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one complete safetensors file."""
         _write_tensors(self.partial / name, tensors, self._no_room())
+        self._digests[name] = sha256(self.partial / name)
+
+    def keep_shard(self, name: str, digest: str) -> None:
+        """Take over a shard of an interrupted run.
+
+        Raises:
+            CheckpointError: It is not what that run wrote.
+        """
+        path = self.partial / name
+        if sha256(path) != digest:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the recorded one",
+                need="the shard that the interrupted run wrote",
+                hint="--overwrite to start again",
+            )
+        self._digests[name] = digest
+
+    def digest(self, shard: str) -> str:
+        """SHA-256 of a shard that was written or kept."""
+        return self._digests[shard]
 
     def write_json(self, name: str, value: object) -> None:
         """Write one complete JSON file."""
@@ -107,16 +143,15 @@ class CheckpointWriter:
         self._superfluous.append(name)
 
     def commit(self, config: Mapping[str, Any]) -> None:
-        """Write config.json and the index of all shards, then give the folder its name.
+        """Write config.json and the index of the shards, then give the folder its name.
+
+        Shards that were neither written nor kept are no part of the checkpoint and are deleted.
 
         Raises:
-            CheckpointError: Something took the name `out` in the meantime; it is left alone.
+            CheckpointError: Two shards hold the same tensor, or something took the name `out` in
+                the meantime; it is left alone.
         """
-        weight_map, total = {}, 0
-        for path in sorted(self.partial.glob("*.safetensors")):
-            weight_map.update(dict.fromkeys(sorted(read_header(path).tensors), path.name))
-            total += path.stat().st_size
-        self.write_json(INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        self.write_json(INDEX_NAME, self._index())
         self.write_json("config.json", config)
         self._check_out()
         self._rename()
@@ -125,6 +160,29 @@ class CheckpointWriter:
         for name in self._superfluous:
             (self.out / name).unlink(missing_ok=True)
         flush_folder(self.out)
+
+    def _index(self) -> dict[str, Any]:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for path in sorted(self.partial.glob("*.safetensors")):
+            if path.name not in self._digests:
+                path.unlink()
+        for shard in sorted(self._digests):
+            for name in sorted(read_header(self.partial / shard).tensors):
+                if name in weight_map:
+                    raise CheckpointError(
+                        f"tensor {name} is in both {weight_map[name]} and {shard}",
+                        need="every tensor in one shard",
+                        hint="--overwrite to start again",
+                    )
+                weight_map[name] = shard
+            total += (self.partial / shard).stat().st_size
+        digests = dict(sorted(self._digests.items()))
+        return {"metadata": {"total_size": total, "sha256": digests}, "weight_map": weight_map}
+
+    def _holds_finished(self) -> bool:
+        state = self.partial / STATE_NAME
+        return state.exists() or any(self.partial.glob("*.safetensors"))
 
     def _rename(self) -> None:
         old: Path | None = None
@@ -175,6 +233,8 @@ class CheckpointWriter:
         except NotADirectoryError:
             names = {self.partial.name}
         mark = self._mark()
+        if mark == _RUN and not (self._resume or self._overwrite) and is_held(self.partial):
+            raise held_elsewhere(self.partial)
         if names and mark not in (_RUN, _CONVERSION):
             raise CheckpointError(
                 f"{self.partial} exists and was not left by hopsparse",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from .rules import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# Where fields end is not worth parsing: they start the file, and a tokenizer is about as long.
+_FIELDS_BYTES = 1 << 20
 
 
 class GGUFSource:
@@ -88,8 +92,9 @@ class GGUFSource:
         return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].__name__)
 
     def names(self) -> list[str]:
-        """HF names of all tensors."""
-        return sorted(self._hf_names)
+        """HF names of all tensors; one that the architecture does not know has its own name."""
+        unknown = self._tensors.keys() - set(self._hf_names.values())
+        return sorted([*self._hf_names, *unknown])
 
     def load(self, name: str) -> Tensor:
         """Dequantise one tensor to `dtype`."""
@@ -126,12 +131,15 @@ class GGUFSource:
         self.tokenizer().save_pretrained(folder)
 
     def identity(self) -> dict[str, Any]:
-        """Path, size and time of the file."""
+        """Path, size and time of the file, and a digest of its fields."""
         status = self._path.stat()
+        with self._path.open("rb") as file:
+            fields = hashlib.sha256(file.read(_FIELDS_BYTES)).hexdigest()
         return {
             "file": str(self._path.resolve()),
             "bytes": status.st_size,
             "mtime_ns": status.st_mtime_ns,
+            "fields_sha256": fields,
         }
 
     @cached_property

@@ -5,7 +5,7 @@ A source reads one tensor at a time, so a model never has to be in memory as a w
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, UnsupportedError
-from ._files import copy_extras
+from ..errors import CheckpointError, HopsparseError, UnsupportedError
+from ._files import copy_extras, sha256
 from .checkpoint import QUANT_METHOD, CheckpointReader
 from .gguf import GGUFSource
 
@@ -115,9 +115,14 @@ class FolderSource:
         copy_extras(self._folder, folder)
 
     def identity(self) -> dict[str, Any]:
-        """Path, and sizes and times of the shards."""
+        """Path, sizes and times of the shards, and digests of what says how to read them."""
         shards = (self._folder / shard for shard in self._reader.shards())
-        return {"folder": str(self._folder.resolve()), "shards": [_stamp(path) for path in shards]}
+        described = (self._folder / name for name in ("config.json", "tokenizer.json"))
+        return {
+            "folder": str(self._folder.resolve()),
+            "shards": [_stamp(path) for path in shards],
+            "sha256": {path.name: sha256(path) for path in described if path.is_file()},
+        }
 
 
 def open_source(model: str) -> WeightSource:
@@ -145,15 +150,53 @@ def open_source(model: str) -> WeightSource:
 
 
 def skeleton(source: WeightSource) -> PreTrainedModel:
-    """Build the model of `source` with its weights on the meta device and its buffers real."""
+    """Build the model of `source` with its weights on the meta device and its buffers real.
+
+    Raises:
+        CheckpointError: config.json describes no model, or one that lacks stored weights.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     # A copy: from_config writes the dtype into the configuration that it is given.
     config = deepcopy(source.config)
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except HopsparseError:
+        raise
+    except Exception as error:  # Whatever the code of an architecture does with a wrong field.
+        raise CheckpointError(
+            f"config.json of {source.name} describes no model ({type(error).__name__}: {error})",
+            need="sizes and names that transformers can build a causal language model from",
+            hint="restore config.json from where the model came from",
+        ) from error
+    _check_all_described(model, source)
     return model.eval()
+
+
+def undescribed(model: nn.Module, stored: Iterable[str]) -> list[str]:
+    """The `stored` tensors that `model` has no place for, sorted.
+
+    Tied names and recomputed buffers, such as the rotary frequencies that old checkpoints carry,
+    have one.
+    """
+    places = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    places |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return sorted(name for name in set(stored) - places if not name.endswith("rotary_emb.inv_freq"))
+
+
+def _check_all_described(model: PreTrainedModel, source: WeightSource) -> None:
+    """Refuse weights that would be left out of the result without a word."""
+    extra = undescribed(model, source.names())
+    if extra:
+        raise CheckpointError(
+            f"{source.name} stores {', '.join(extra[:3])}"
+            + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+            + f", for which a {type(model).__name__} of its config.json has no place",
+            need="a config.json that describes every stored weight",
+            hint="check that config.json and the weights belong together",
+        )
 
 
 def materialize(
@@ -268,6 +311,12 @@ def _auto_config(folder: Path) -> Any:
             f"{folder}/config.json is not understood by transformers ({error})",
             need="an architecture that transformers knows without remote code",
             hint="pip install --upgrade transformers",
+        ) from error
+    except Exception as error:  # Each configuration checks its fields in its own way.
+        raise CheckpointError(
+            f"{folder}/config.json is not valid ({type(error).__name__}: {error})",
+            need="fields of the types that its architecture has",
+            hint="restore config.json from where the model came from",
         ) from error
 
 
