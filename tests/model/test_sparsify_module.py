@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hopsparse
 from hopsparse.errors import ArgumentError, CalibrationError, UnsupportedError
+from hopsparse.models._stream import pack
 from hopsparse.models.sparsify import sparsify
 from hopsparse.nn import SparseLinear
 from hopsparse.prune import Activations, Recipe, prune_block, trace_groups
@@ -157,3 +159,132 @@ def test_any_module_saves_and_loads_into_its_like(tmp_path: Path) -> None:
 def test_a_module_without_linear_layers() -> None:
     with pytest.raises(UnsupportedError, match="without any layer"):
         sparsify(nn.Sequential(nn.ReLU()), "2:4", [torch.randn(2, 4)])
+
+
+@pytest.mark.parametrize(
+    ("model", "fits"), [("encoder", False), ("decoder", True), ("attention", True)]
+)
+def test_the_modules_of_torch_keep_running(model: str, fits: bool) -> None:
+    x = torch.randn(2, 4, 16)
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(16, 2), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.attention(x, x, x)[0])
+
+    class Decoding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x, x)
+
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    made = {"encoder": encoder, "decoder": Decoding(), "attention": Attending()}[model]
+    if not fits:
+        made = nn.Sequential(made, nn.Linear(16, 16))
+    sparsify(made, "2:4", [x])
+    assert any(isinstance(layer, SparseLinear) for layer in made.modules())
+    for mode in (True, False):
+        assert made.train(mode)(x).isfinite().all()
+        with torch.no_grad():
+            assert made(x).isfinite().all()
+
+
+def test_every_place_of_a_layer_is_replaced() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+            self.c = self.a
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.a(x))
+
+    twice = Twice()
+    assert [report.name for report in sparsify(twice, "2:4", [torch.randn(32, 16)])] == ["a"]
+    assert isinstance(twice.a, SparseLinear)
+    assert twice.c is twice.a
+    block = Residual(16)
+    net = Net()
+    net.blocks = nn.ModuleList([block, block, Residual(16)])
+    for recipe, inputs in ((Recipe("2:4"), [torch.randn(32, 8)]), (Recipe("2:4", "magnitude"), [])):
+        model = copy.deepcopy(net)
+        names = [report.name for report in sparsify(model, recipe, inputs)]
+        inner = [f"blocks.{index}.{name}" for index in (0, 2) for name in ("up", "down")]
+        assert set(names) - {"embed", "head"} == set(inner)
+        assert model.blocks[0] is model.blocks[1]
+        assert isinstance(model.blocks[1].up, SparseLinear)
+
+
+def test_an_error_while_packing_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = Net(), []
+
+    def failing(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError
+        return pack(*args)
+
+    monkeypatch.setattr("hopsparse.models.sparsify.pack", failing)
+    with pytest.raises(MemoryError):
+        sparsify(model, Recipe("2:4", "magnitude"))
+    assert not any(isinstance(layer, SparseLinear) for layer in model.modules())
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self) -> torch.Tensor:
+        return self.linear(torch.ones(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "inputs", "message"),
+    [
+        (nn.Linear(16, 16), "2:4", [], "itself an nn.Linear.*nn.Sequential"),
+        (lambda x: x, "2:4", [], "a function as the model"),
+        (nn.Linear, "2:4", [], "a type as the model"),
+        (nn.Sequential(nn.Linear(16, 16, device="meta")), "2:4", [], "0.weight is on the meta"),
+        (nn.Sequential(nn.Linear(16, 16)), 24, [], "a int as the recipe"),
+        (nn.Sequential(nn.Linear(16, 16)), "2:4", None, "a NoneType as the calibration"),
+        (nn.Sequential(nn.Linear(16, 16)), "2:4", {"x": 1}, "a dict as the calibration"),
+        (Bare(), "2:4", [()], "forward takes no argument"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(
+    model: nn.Module, recipe: Recipe, inputs: list[object], message: str
+) -> None:
+    with pytest.raises((ArgumentError, CalibrationError), match=message):
+        sparsify(model, recipe, inputs)
+
+
+def test_a_scripted_model_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(16, 16)))
+    with pytest.raises(ArgumentError, match="a scripted Sequential"):
+        sparsify(scripted, "2:4", [torch.randn(4, 16)])
+
+
+@pytest.mark.parametrize("pattern", [2, None])
+def test_a_pattern_of_another_type(pattern: object) -> None:
+    with pytest.raises(ArgumentError, match="pattern="):
+        Recipe(pattern=pattern)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_not_finite_is_named_before_anything_is_pruned() -> None:
+    model = Net()
+    with torch.no_grad():
+        model.blocks[1].up.weight[3, 5] = float("nan")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ArgumentError, match=r"blocks\.1\.up: weight holds nan at row 3, column 5"):
+        sparsify(model, "2:4", [torch.randn(32, 8)])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num())

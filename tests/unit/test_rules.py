@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from hopsparse.errors import UnsupportedError
-from hopsparse.formats import NMPattern, Unstructured
-from hopsparse.models.rules import family_of, find_blocks, replace_module, select
+from hopsparse.errors import ArgumentError, UnsupportedError
+from hopsparse.formats import BlockPattern, NMPattern, Pattern, Unstructured
+from hopsparse.models.rules import family_of, find_blocks, linear_names, replace_module, select
 
 
 def block(width: int = 8) -> nn.Module:
@@ -75,3 +76,102 @@ def test_replacing_a_module_touches_only_its_place() -> None:
     replace_module(model, "layers.1.up", lambda old: nn.Identity())
     assert isinstance(model["layers"][1]["up"], nn.Identity)
     assert model["layers"][1]["down"] is before
+
+
+def reasons(model: nn.Module, pattern: Pattern = NMPattern(2, 4)) -> dict[str, str]:  # noqa: B008
+    return select(model, ("",), pattern).kept_dense
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def test_only_plain_linear_layers_are_pruned() -> None:
+    hooked = [nn.Linear(8, 8) for _ in range(4)]
+    hooked[0].register_forward_hook(lambda *_: None)
+    hooked[1].register_forward_pre_hook(lambda *_: None)
+    hooked[2].register_full_backward_hook(lambda *_: None)
+    hooked[3].register_full_backward_pre_hook(lambda *_: None)
+    wrapped = nn.Linear(8, 8)
+    wrapped.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        Doubled(8, 8),
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        wrapped,
+        nn.Linear(8, 8, dtype=torch.float64),
+        nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
+        *hooked,
+    )
+    assert reasons(model) == {
+        "1": "it is a Doubled, a subclass of nn.Linear",
+        "2": "it has a parametrization",
+        "3": "its forward was replaced",
+        "4": "its weight is float64",
+        "5": "its weight is float8_e4m3fn",
+        **{str(index): "it has hooks" for index in range(6, 10)},
+    }
+
+
+def test_a_weight_computed_from_others_stays_dense() -> None:
+    computed = nn.Linear(8, 8)
+    weight = computed.weight.detach().requires_grad_() * 2
+    del computed.weight
+    computed.weight = weight
+    model = nn.Sequential(nn.Linear(8, 8), computed)
+    assert reasons(model) == {"1": "its weight is computed from other tensors"}
+
+
+def test_layers_whose_weight_torch_reads_stay_dense() -> None:
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.TransformerEncoderLayer(8, 2, 16),
+            "decoder": nn.TransformerDecoderLayer(8, 2, 16),
+        }
+    )
+    attention = "nn.MultiheadAttention reads its weight without calling it"
+    encoder = "nn.TransformerEncoderLayer reads its weight without calling it"
+    assert reasons(model) == {
+        "encoder.self_attn.out_proj": attention,
+        "encoder.linear1": encoder,
+        "encoder.linear2": encoder,
+        "decoder.self_attn.out_proj": attention,
+        "decoder.multihead_attn.out_proj": attention,
+    }
+
+
+def test_a_shared_weight_stays_dense() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 8), "head": nn.Linear(8, 8)})
+    model["head"].weight = model["tokens"].weight
+    model["up"], model["down"], model["free"] = (nn.Linear(8, 8) for _ in range(3))
+    model["down"].weight = model["up"].weight
+    assert reasons(model) == {
+        "head": "weight shared with tokens.weight",
+        "up": "weight shared with down.weight",
+        "down": "weight shared with up.weight",
+    }
+
+
+def test_a_block_and_a_layer_in_two_places_are_selected_once() -> None:
+    repeated, other = block(), block()
+    model = nn.ModuleDict({"first": other["up"]})
+    model["layers"] = nn.ModuleList([repeated, repeated, other])
+    selection = select(model, find_blocks(model), NMPattern(2, 4))
+    assert selection.eligible == {
+        "layers.0": ("layers.0.up", "layers.0.down"),
+        "layers.2": ("layers.2.up", "layers.2.down"),
+    }
+    assert linear_names(model)[other["up"]] == ["first", "layers.2.up"]
+    kept = select(model, find_blocks(model), NMPattern(2, 4), ["layers.1.*"]).kept_dense
+    assert list(kept) == ["layers.0.up", "layers.0.down"]
+
+
+def test_a_layer_of_one_block_stays_dense() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(65, 64))
+    assert reasons(model, BlockPattern(64, 64)) == {"0": "64x64 is a single 64x64 block"}
+
+
+def test_a_glob_that_matches_nothing() -> None:
+    with pytest.raises(ArgumentError, match=r"'\*nothing'.*heads\.0"):
+        select(network(), ("",), NMPattern(2, 4), ["*nothing"])

@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from ..errors import UnsupportedError
-from ..formats import NMPattern, Pattern
+from ..errors import ArgumentError, UnsupportedError
+from ..formats import BlockPattern, NMPattern, Pattern
 from . import llama, qwen
 from ._family import Family
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen.FAMILY)
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -86,27 +91,30 @@ def select(
         keep: Glob patterns over full layer names, such as `*.down_proj`.
 
     Raises:
+        ArgumentError: A glob matches no linear layer.
         UnsupportedError: Nothing is left to prune.
     """
-    paths, patterns = tuple(blocks), tuple(keep)
+    paths, globs = tuple(blocks), tuple(keep)
+    linears = linear_names(model)
+    _check_globs(globs, linears)
+    # A block or a layer that is registered twice belongs to its first place.
+    owner: dict[nn.Module, tuple[str, str]] = {}
+    for path in paths:
+        for name, module in model.get_submodule(path).named_modules():
+            owner.setdefault(module, (path, f"{path}.{name}".strip(".")))
+    structure = _structural_reasons(model)
     eligible: dict[str, tuple[str, ...]] = {}
     kept: dict[str, str] = {}
-    owner = {
-        f"{path}.{name}".strip("."): path
-        for path in paths
-        for name, module in model.get_submodule(path).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        reason = _reason_to_keep(name, module, pattern, patterns)
-        if reason is None and name not in owner:
+    for module, names in linears.items():
+        path, name = owner.get(module, ("", names[0]))
+        reason = _reason_to_keep(names, module, pattern, globs)
+        if reason is None and module not in owner:
             reason = "outside the blocks"
+        reason = reason or structure.get(module) or _reason_in_weight(module)
         if reason is not None:
             kept[name] = reason
         else:
-            eligible[owner[name]] = (*eligible.get(owner[name], ()), name)
+            eligible[path] = (*eligible.get(path, ()), name)
     if not eligible:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:3])
         raise UnsupportedError(
@@ -118,6 +126,15 @@ def select(
     return Selection(paths, eligible, kept)
 
 
+def linear_names(model: nn.Module) -> dict[nn.Linear, list[str]]:
+    """Every linear layer of `model` with all names that it is registered under."""
+    names: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            names.setdefault(module, []).append(name)
+    return names
+
+
 def replace_module(model: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]) -> None:
     """Put `make(old)` in the place of the module called `name`."""
     parent_name, _, child = name.rpartition(".")
@@ -126,14 +143,71 @@ def replace_module(model: nn.Module, name: str, make: Callable[[nn.Module], nn.M
 
 
 def _reason_to_keep(
-    name: str, linear: nn.Linear, pattern: Pattern, keep: tuple[str, ...]
+    names: list[str], linear: nn.Linear, pattern: Pattern, globs: tuple[str, ...]
 ) -> str | None:
-    for glob in keep:
-        if fnmatchcase(name, glob):
+    for glob in globs:
+        if any(fnmatchcase(name, glob) for name in names):
             return f"kept by {glob!r}"
     if isinstance(pattern, NMPattern) and linear.in_features % pattern.m:
         return f"k = {linear.in_features} is not a multiple of {pattern.m}"
+    if isinstance(pattern, BlockPattern):
+        block_rows = -(-linear.out_features // pattern.rows)
+        if block_rows * -(-linear.in_features // pattern.cols) < 2:
+            sides = f"{linear.out_features}x{linear.in_features}"
+            return f"{sides} is a single {pattern.rows}x{pattern.cols} block"
     return None
+
+
+def _structural_reasons(model: nn.Module) -> dict[nn.Module, str]:
+    """Layers whose weight the modules around them use, with the reason."""
+    found: dict[nn.Module, str] = {}
+    users: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # In eval mode without gradients its fast path hands both weights to a fused operator,
+            # and asks for them before it decides. The decoder layer has no such path.
+            for linear in (module.linear1, module.linear2):
+                found[linear] = "nn.TransformerEncoderLayer reads its weight without calling it"
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter, []).append((f"{name}.{key}".strip("."), module))
+    for parameter, places in users.items():
+        for name, module in places:
+            others = [other for other, _ in places if other != name]
+            if others and isinstance(module, nn.Linear) and module.weight is parameter:
+                found.setdefault(module, f"weight shared with {others[0]}")
+    return found
+
+
+def _reason_in_weight(linear: nn.Linear) -> str | None:
+    """Why the layer is more than y = x @ weight.T + bias with a weight that can be pruned."""
+    if parametrize.is_parametrized(linear):
+        return "it has a parametrization"
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__}, a subclass of nn.Linear"
+    if "forward" in vars(linear):
+        return "its forward was replaced"
+    if any(getattr(linear, hooks) for hooks in _HOOKS):
+        return "it has hooks"
+    weight = linear._parameters.get("weight")
+    if weight is None or not weight.is_leaf:
+        return "its weight is computed from other tensors"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _check_globs(globs: tuple[str, ...], linears: dict[nn.Linear, list[str]]) -> None:
+    names = [name for aliases in linears.values() for name in aliases]
+    for glob in globs:
+        if names and not any(fnmatchcase(name, glob) for name in names):
+            raise ArgumentError(
+                f"a glob {glob!r} of layers to keep that matches no linear layer",
+                need="globs over full layer names, such as " + ", ".join(names[:4]),
+                hint=f"'*{glob.strip('*')}*', or without it",
+            )
 
 
 def _has_linear(module: nn.Module) -> bool:

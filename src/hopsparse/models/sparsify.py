@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CalibrationError
+from ..errors import ArgumentError, CalibrationError
 from ..nn import SparseLinear
 from ..prune import Activations, LayerReport, Recipe, capture_inputs, is_chain, quiet
 from ..version import __version__
@@ -29,7 +29,15 @@ from ._summary import (
 )
 from .checkpoint import CheckpointWriter
 from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
-from .rules import Selection, family_blocks, family_of, find_blocks, replace_module, select
+from .rules import (
+    Selection,
+    family_blocks,
+    family_of,
+    find_blocks,
+    linear_names,
+    replace_module,
+    select,
+)
 from .samples import generate_pair
 from .save import attach_to_transformers
 from .source import WeightSource, open_source, skeleton
@@ -66,7 +74,8 @@ def sparsify(
 
     Raises:
         UnsupportedError: No layer can be pruned to the pattern.
-        ArgumentError: Inputs are missing, or a weight is not finite.
+        ArgumentError: The model or the recipe cannot be used, inputs are missing, or a weight is
+            not finite.
         CalibrationError: Inputs cannot be used. Weights pruned before an error stay pruned.
 
     Example:
@@ -75,8 +84,8 @@ def sparsify(
         >>> mlp[0].matrix.pattern
         NMPattern(n=2, m=4)
     """
-    chosen = Recipe(pattern=recipe) if isinstance(recipe, str) else recipe
-    items = list(calibration)
+    _check_model(model)
+    chosen, items = _as_recipe(recipe), _as_inputs(calibration)
     blocks = find_blocks(model)
     with quiet(model):
         if items and blocks != ("",):
@@ -84,6 +93,7 @@ def sparsify(
             if not is_chain(modules, lambda: _call(model, items[0])):
                 blocks = ("",)
         selection = select(model, blocks, chosen.parsed_pattern, chosen.keep)
+        _check_weights(model, selection)
         activations = _first_inputs(model, selection, items) if items else None
         clock = StepClock("prune", len(blocks), progress)
         reports: list[LayerReport] = []
@@ -93,10 +103,7 @@ def sparsify(
             block = model.get_submodule(path)
             reports += prune_path(block, path, names, activations, chosen, then_advance=more)
             clock.step(path or type(model).__name__)
-    # At the end: until every layer is pruned, an error leaves all of them nn.Linear.
-    for names in selection.eligible.values():
-        for name in names:
-            replace_module(model, name, lambda old: _sparse(old, chosen))
+    _replace_all(model, selection, chosen)
     attach_to_transformers(model, str(chosen.pattern), chosen.method, selection.kept_dense)
     return reports
 
@@ -210,7 +217,13 @@ def _first_inputs(model: nn.Module, selection: Selection, items: list[Any]) -> A
     if path:
         return capture_inputs(lambda item: _call(model, item), model.get_submodule(path), items)
     activations = Activations()
-    first = next(iter(inspect.signature(model.forward).parameters))
+    first = next(iter(inspect.signature(model.forward).parameters), None)
+    if first is None:
+        raise CalibrationError(
+            f"a {type(model).__name__} whose forward takes no argument",
+            need="a forward that takes a tensor",
+            hint="Recipe(pattern, method='magnitude') without calibration",
+        )
     for item in items:
         args, kwargs = _arguments(model, item)
         hidden = args[0] if args else kwargs.pop(first, None)
@@ -239,7 +252,74 @@ def _arguments(model: nn.Module, item: Any) -> tuple[tuple[Any, ...], dict[str, 
     return (item if isinstance(item, tuple) else (item,)), options
 
 
-def _sparse(linear: nn.Module, recipe: Recipe) -> SparseLinear:
-    assert isinstance(linear, nn.Linear)
+def _check_model(model: object) -> None:
+    """Refuse what has no layers to replace in place."""
+    if not isinstance(model, nn.Module):
+        got = f"a {type(model).__name__} as the model"
+        raise ArgumentError(got, need="an nn.Module", hint="sparsify_checkpoint for a folder")
+    if isinstance(model, torch.jit.ScriptModule):
+        got = f"a scripted {model.original_name}"
+        raise ArgumentError(got, need="an nn.Module in Python", hint="sparsify before torch.jit")
+    if isinstance(model, nn.Linear):
+        raise ArgumentError(
+            "a model that is itself an nn.Linear, which cannot be replaced in place",
+            need="a module that holds nn.Linear layers",
+            hint="nn.Sequential(linear), or SparseLinear.from_linear after pruning its weight",
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            got = f"a model whose {name} is on the meta device"
+            raise ArgumentError(got, need="weights in memory", hint="load them first")
+
+
+def _as_recipe(recipe: object) -> Recipe:
+    if isinstance(recipe, str):
+        return Recipe(pattern=recipe)
+    if not isinstance(recipe, Recipe):
+        got = f"a {type(recipe).__name__} as the recipe"
+        raise ArgumentError(got, need="a Recipe or a pattern as text", hint='"2:4"')
+    return recipe
+
+
+def _as_inputs(calibration: object) -> list[Any]:
+    if not isinstance(calibration, Iterable) or isinstance(calibration, str | Mapping):
+        raise ArgumentError(
+            f"a {type(calibration).__name__} as the calibration inputs",
+            need="a list of inputs, or () for magnitude pruning",
+            hint="[inputs]",
+        )
+    return list(calibration)
+
+
+def _check_weights(model: nn.Module, selection: Selection) -> None:
+    """Refuse a weight that is not finite before anything is pruned or run on it."""
+    for name in (name for names in selection.eligible.values() for name in names):
+        weight = model.get_parameter(f"{name}.weight").detach()
+        bad = ~weight.isfinite()
+        if bad.any():
+            row, column = bad.nonzero()[0].tolist()
+            raise ArgumentError(
+                f"layer {name}: weight holds {float(weight[row, column])} at row {row}, "
+                f"column {column}",
+                need="finite numbers",
+                hint=f"repair the weights, or Recipe(..., keep=({name!r},))",
+            )
+
+
+def _replace_all(model: nn.Module, selection: Selection, recipe: Recipe) -> None:
+    """Put a `SparseLinear` in every place of every pruned layer."""
+    places = linear_names(model)
+    # Packed first: an error leaves every layer an nn.Linear.
+    packed: list[tuple[list[str], SparseLinear]] = []
+    for name in (name for names in selection.eligible.values() for name in names):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        packed.append((places[linear], _sparse(linear, recipe)))
+    for names, sparse in packed:
+        for name in names:
+            replace_module(model, name, lambda _, new=sparse: new)  # type: ignore[misc]
+
+
+def _sparse(linear: nn.Linear, recipe: Recipe) -> SparseLinear:
     sparse = SparseLinear(pack(linear.weight.detach(), recipe.parsed_pattern), linear.bias)
     return sparse.train(linear.training)

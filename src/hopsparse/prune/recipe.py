@@ -52,6 +52,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
             object.__setattr__(self, "pattern", parse_pattern(self.pattern))
+        elif not isinstance(self.pattern, Pattern):
+            raise ArgumentError(f"pattern={self.pattern!r}", need="a pattern", hint='pattern="2:4"')
         object.__setattr__(self, "keep", _globs(self.keep))
         _check_choice("method", self.method, METHODS)
         _check_choice("refresh", self.refresh, REFRESH)
