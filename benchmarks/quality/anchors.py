@@ -129,6 +129,10 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
             advance(block, inputs)
         print(f"block {index} {time.perf_counter() - wall:.0f} s", file=sys.stderr, flush=True)
     errors = [r.output_error for r in reports if r.output_error is not None]
+    parts: dict[str, list[float]] = {}
+    for report in reports:
+        if report.output_error is not None:
+            parts.setdefault(report.name.rpartition(".")[2], []).append(report.output_error)
     return {
         "recipe": recipe.to_json(),
         "seconds": round(time.perf_counter() - wall, 1),
@@ -136,6 +140,7 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
         "layer_seconds": round(sum(r.seconds for r in reports), 1),
         "layers": [r.to_json() for r in reports] if options.layers else len(reports),
         "mean_output_error": round(sum(errors) / len(errors), 5) if errors else None,
+        "output_error": {name: round(sum(p) / len(p), 4) for name, p in parts.items()},
         "notes": sorted({r.note for r in reports if r.note}),
     }
 
@@ -181,7 +186,7 @@ def _options() -> Any:
     parser.add_argument("--damping", type=float, default=0.01)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--refit", type=int, default=10)
-    parser.add_argument("--refresh", default="group", choices=["group", "block"])
+    parser.add_argument("--refresh", default="auto", choices=["auto", "group", "block"])
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")
     parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)

@@ -26,6 +26,12 @@ def test_text_and_value_are_the_same_pattern() -> None:
     assert Recipe("2:4") == Recipe(NMPattern(2, 4))
 
 
+def test_auto_refresh_depends_on_the_method() -> None:
+    found = {m: Recipe(method=m).resolved_refresh for m in ("magnitude", "wanda", "sparsegpt")}
+    assert found == {"magnitude": "group", "wanda": "block", "sparsegpt": "group"}
+    assert Recipe(method="wanda", refresh="group").resolved_refresh == "group"
+
+
 def test_keep_matches_full_names() -> None:
     recipe = Recipe(keep=("lm_head", "model.layers.0.*"))
     assert recipe.keeps("model.layers.0.mlp.up_proj")

@@ -94,7 +94,7 @@ def plain(model: Model, recipe: Recipe, ids: Tensor) -> None:
     pattern = recipe.parsed_pattern
     scale = torch.full((1, TOKENS, 1), 0.5)
     for index, block in enumerate(model.blocks):
-        groups = GROUPS if recipe.refresh == "group" else [[n for g in GROUPS for n in g]]
+        groups = GROUPS if recipe.resolved_refresh == "group" else [[n for g in GROUPS for n in g]]
         for group in groups:
             seen: dict[str, Tensor] = {}
             handles = [

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..formats.pattern import Pattern, parse_pattern
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
-REFRESH = ("group", "block")
+REFRESH = ("auto", "group", "block")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Recipe:
         refit: SparseGPT only: conjugate-gradient steps that then refit the kept weights; 0 is the
             method as published.
         refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
-            `block`: all groups of a block see inputs made by the dense block.
+            `block`: all groups of a block see inputs made by the dense block; `auto`: `block`
+            for Wanda, `group` for the others (docs/prune.md has the measurement).
 
     Raises:
         ArgumentError: A value that cannot mean anything.
@@ -47,7 +48,7 @@ class Recipe:
     damping: float = 0.01
     block_size: int = 128
     refit: int = 10
-    refresh: str = "group"
+    refresh: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
@@ -66,6 +67,13 @@ class Recipe:
     def parsed_pattern(self) -> Pattern:
         """The pattern as a value, whichever way it was given."""
         return parse_pattern(self.pattern) if isinstance(self.pattern, str) else self.pattern
+
+    @property
+    def resolved_refresh(self) -> str:
+        """`group` or `block`: what `auto` stands for."""
+        if self.refresh != "auto":
+            return self.refresh
+        return "block" if self.method == "wanda" else "group"
 
     def keeps(self, name: str) -> bool:
         """Whether the layer of this full name stays dense."""

@@ -107,11 +107,11 @@ def prune_block(
 ) -> list[LayerReport]:
     """Prune the layers of one block in place.
 
-    With `recipe.refresh == "group"` (the default) the statistics of a group come from a forward
+    With refresh `group` (see `Recipe`) the statistics of a group come from a forward
     in which earlier groups are already pruned. If `activations` is one batch, each layer is
     pruned inside that forward just before it is called: one forward for statistics, and with
     `then_advance` the same forward makes the inputs of the next block. With several windows the
-    forward is repeated a group, up to the group. With `"block"` one forward of the dense block
+    forward is repeated a group, up to the group. With `block` one forward of the dense block
     serves all groups.
 
     Args:
@@ -209,10 +209,10 @@ def _prune_all(
         for name in work.layers:
             work.prune(name, None)
         return
-    if work.recipe.refresh == "group" and len(activations) == 1:
+    if work.recipe.resolved_refresh == "group" and len(activations) == 1:
         _prune_inside(work, activations, then_advance)
         return
-    whole = [list(work.layers)] if work.recipe.refresh == "block" else groups
+    whole = [list(work.layers)] if work.recipe.resolved_refresh == "block" else groups
     for group in whole:
         _prune_between(work, group, activations)
     if then_advance:
