@@ -14,7 +14,9 @@ from hopsparse.formats import (
     CSR,
     FORMATS,
     HYB,
+    NM,
     Bitmask,
+    NMPattern,
     convert,
     format_named,
 )
@@ -51,6 +53,11 @@ CSR_3X4 = CSR((3, 4), torch.ones(4), ints(0, 2, 1, 3), ints(0, 2, 2, 4))
         (torch.zeros(2, 2, 2), "2-D"),
         (torch.zeros(2, 4, dtype=torch.float64), "float64"),
         (torch.zeros(2, 4, dtype=torch.bool), "bool"),
+        (torch.zeros(2, 4, device="meta"), "meta device"),
+        (torch.eye(4).to_sparse_coo(), "layout sparse_coo"),
+        (torch.nested.nested_tensor([torch.zeros(4, 4)], layout=torch.jagged), "layout nested"),
+        ([[1.0, 0.0]], "a list"),
+        (None, "a NoneType"),
     ],
 )
 def test_dense_that_no_format_stores(fmt, dense, word):
@@ -249,3 +256,43 @@ def test_attributes_that_are_none(fmt, attributes, word):
     with pytest.raises(FormatError) as caught:
         format_named(fmt).part_specs((16, 16), torch.float16, attributes)
     said(caught.value, word)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_view_of_negated_numbers_is_stored_as_it_reads(fmt):
+    dense = torch._neg_view(torch.eye(8))
+    assert torch.equal(FORMATS[fmt].from_dense(dense).to_dense(), -torch.eye(8))
+
+
+def test_a_pattern_as_text():
+    assert NM.from_dense(torch.eye(8), "4:6").pattern == NMPattern(4, 6)
+    for pattern in (None, 2, "unstructured:0.5"):
+        with pytest.raises(ArgumentError, match="N:M"):
+            NM.from_dense(torch.eye(8), pattern)
+
+
+@pytest.mark.parametrize(
+    "block", ["2x2", 4, (1.5, 2), (2,), (True, 2), (10**6, 10**6), (2, 10**12)]
+)
+def test_blocks_that_are_none(block):
+    with pytest.raises(FormatError, match="block of"):
+        convert(CSR_3X4, "bsr", block=block)
+    with pytest.raises(FormatError, match="block of"):
+        BSR.from_dense(torch.eye(4), block)
+
+
+def test_only_matrices_are_converted():
+    for args in ((torch.eye(4), "nm"), (CSR_3X4, ["nm"]), (CSR_3X4, None)):
+        with pytest.raises(ArgumentError):
+            convert(*args)
+
+
+@pytest.mark.parametrize("nnz", [-1, 3.0, True, None])
+def test_a_count_that_is_none(nnz):
+    with pytest.raises(FormatError, match="'nnz'"):
+        CSR.from_parts((3, 4), CSR_3X4.parts(), {"nnz": nnz})
+
+
+@pytest.mark.parametrize("shape", [(3.0, 4), (True, 4), (-1, 4)])
+def test_a_shape_that_is_none(shape):
+    refused(replace(CSR_3X4, shape=shape), "whole numbers")

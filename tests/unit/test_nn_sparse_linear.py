@@ -319,3 +319,24 @@ class TestConstruction:
     def test_bias_of_wrong_length(self) -> None:
         with pytest.raises(ArgumentError, match=r"bias of shape \[5\]"):
             SparseLinear(NM.from_dense(torch.zeros(4, 4)), torch.zeros(5))
+
+
+def test_only_matrices_of_known_shape_and_dtype_become_layers() -> None:
+    with pytest.raises(ArgumentError, match="a Tensor as the matrix"):
+        SparseLinear(torch.eye(4))  # type: ignore[arg-type]
+    for shape, dtype in (((-1, 4), torch.float32), ((4, 8), torch.float64)):
+        with pytest.raises(FormatError):
+            SparseLinear.empty(shape, dtype, "nm", {"pattern": "2:4"})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_of_another_matrix_are_refused(assign: bool) -> None:
+    """[8, 48] and [8, 64] fill the same tiles, and so do 2:4 and 1:4."""
+    other = SparseLinear(NM.from_dense(torch.ones(8, 64) * torch.tensor([1.0, 1, 0, 0] * 16)))
+    for k, pattern in ((48, "2:4"), (64, "1:4")):
+        layer = SparseLinear.empty((8, k), torch.float32, "nm", {"pattern": pattern})
+        with pytest.raises(RuntimeError, match=rf"the parts are no nm matrix of \[8, {k}\]"):
+            layer.load_state_dict(other.state_dict(), assign=assign)
+    same = SparseLinear.empty((8, 64), torch.float32, "nm", {"pattern": "2:4"})
+    same.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(same.to_dense(), other.to_dense())

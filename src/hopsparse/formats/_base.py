@@ -208,10 +208,10 @@ def count_attribute(attributes: Mapping[str, Attribute], key: str) -> int:
 
 def check_shape(shape: tuple[int, int]) -> None:
     """Refuse a logical shape without rows or columns."""
-    if len(shape) != 2 or min(shape) < 1:
+    if len(shape) != 2 or any(type(side) is not int for side in shape) or min(shape) < 1:
         raise FormatError(
             f"matrix of shape {list(shape)}",
-            need="at least one row and one column",
+            need="two whole numbers: at least one row and one column",
             hint="leave empty layers dense",
         )
 
@@ -236,8 +236,23 @@ def check_indptr(name: str, indptr: Tensor, count: int) -> None:
         )
 
 
-def check_dense(dense: Tensor, need: str = "a 2-D tensor [rows, cols]") -> None:
-    """Refuse what no format can store: wrong rank, empty, or an unknown dtype."""
+def check_dense(dense: Tensor, need: str = "a 2-D tensor [rows, cols]") -> Tensor:
+    """Refuse what no format can store; return the tensor with its bits as its numbers say."""
+    if not isinstance(dense, Tensor):
+        raise FormatError(
+            f"a {type(dense).__name__}", need=need, hint="torch.tensor(...), or linear.weight"
+        )
+    if dense.is_nested or dense.layout != torch.strided:
+        what = "nested" if dense.is_nested else str(dense.layout).removeprefix("torch.")
+        raise FormatError(
+            f"a tensor of layout {what}", need="a dense tensor", hint="dense.to_dense()"
+        )
+    if dense.is_meta:
+        raise FormatError(
+            f"tensor of shape {list(dense.shape)} on the meta device",
+            need="numbers to store",
+            hint="load the weight, or SparseLinear.empty(...) for a loader to fill",
+        )
     if dense.ndim != 2 or 0 in dense.shape:
         raise FormatError(
             f"tensor of shape {list(dense.shape)}",
@@ -245,6 +260,7 @@ def check_dense(dense: Tensor, need: str = "a 2-D tensor [rows, cols]") -> None:
             hint="reshape the weight to [out_features, k]",
         )
     check_dtype(dense.dtype)
+    return dense.resolve_neg()
 
 
 def check_dtype(dtype: torch.dtype) -> None:

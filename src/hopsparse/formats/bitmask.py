@@ -59,7 +59,7 @@ class Bitmask(SparseMatrix):
             >>> m.values.tolist(), m.mask.tolist()
             ([9.0, 7.0], [[10]])
         """
-        check_dense(dense)
+        dense = check_dense(dense)
         rows, cols = dense.shape
         count = int(dense_counts(dense).sum())
         values = torch.empty(count, dtype=dense.dtype, device=dense.device)
@@ -143,6 +143,7 @@ class Bitmask(SparseMatrix):
         attributes: Mapping[str, Attribute],
     ) -> Self:
         """See `SparseMatrix.from_parts`."""
+        count_attribute(attributes, "nnz")
         return cls(shape, parts["values"], parts["mask"])
 
     def attributes(self) -> dict[str, Attribute]:

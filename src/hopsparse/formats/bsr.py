@@ -20,6 +20,7 @@ from ._base import (
     bit_view,
     check_dense,
     check_indptr,
+    check_shape,
     count_attribute,
     nonzero_mask,
     pointer_dtype,
@@ -28,6 +29,7 @@ from ._base import (
 )
 
 _ALIGN_BYTES = 128
+_MAX_SIDE = 1024
 _DAMAGED = "rebuild the matrix with BSR.from_dense"
 
 
@@ -59,19 +61,19 @@ class BSR(SparseMatrix):
 
         Args:
             dense: [rows, cols], any strides; the sides need not be multiples of the block's.
-            block: Rows and columns of a block, any positive numbers.
+            block: Rows and columns of a block: positive, and up to 1024 or the side of the matrix.
 
         Raises:
-            FormatError: The matrix is empty, or the block has no positive sides.
+            FormatError: The matrix is empty, or the block has no such sides.
 
         Example:
             >>> b = BSR.from_dense(torch.eye(64), block=(32, 32))
             >>> b.indices.tolist(), b.indptr.tolist()
             ([0, 1], [0, 1, 2])
         """
-        check_dense(dense)
-        _check_block(block)
+        dense = check_dense(dense)
         shape = (dense.shape[0], dense.shape[1])
+        _check_block(block, shape)
         unit = blocks_per_line(block, dense.element_size())
         pieces = row_slices(*shape, block[0], dense.device)
         held = torch.cat([_tiles(dense[rows], block)[1].sum(1) for rows in pieces])
@@ -108,7 +110,8 @@ class BSR(SparseMatrix):
         Raises:
             FormatError: The first fact that does not hold.
         """
-        _check_block(self.block)
+        check_shape(self.shape)
+        _check_block(self.block, self.shape)
         self._check_parts()
         check_indptr(self.name, self.indptr, self.values.shape[0])
         unit = blocks_per_line(self.block, self.values.element_size())
@@ -236,9 +239,18 @@ def _starts(live: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-def _check_block(block: tuple[int, int]) -> None:
-    if len(block) != 2 or min(block) < 1:
-        raise FormatError(f"block of {list(block)}", need="two positive sides", hint="(32, 32)")
+def _check_block(block: tuple[int, int], shape: tuple[int, int]) -> None:
+    sound = isinstance(block, tuple | list) and [type(side) for side in block] == [int, int]
+    if not sound or min(block) < 1:
+        shown = list(block) if isinstance(block, tuple) else block
+        raise FormatError(f"block of {shown!r}", need="two positive sides", hint="(32, 32)")
+    # The padded blocks are allocated whole.
+    if any(side > max(_MAX_SIDE, limit) for side, limit in zip(block, shape, strict=True)):
+        raise FormatError(
+            f"block of {list(block)} for a matrix of {list(shape)}",
+            need=f"sides up to {_MAX_SIDE}, or the side of the matrix",
+            hint="(32, 32)",
+        )
 
 
 def _parse_block(attributes: Mapping[str, Attribute]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from .bsr import BSR
 from .csr import CSC, CSR, transposed
 from .hyb import HYB
 from .nm import NM
-from .pattern import BlockPattern, NMPattern, Pattern, parse_pattern
+from .pattern import BlockPattern, NMPattern, Pattern, as_nm_pattern
 
 #: The class of each format token.
 FORMATS: dict[str, type[SparseMatrix]] = {
@@ -35,7 +35,7 @@ def format_named(fmt: str) -> type[SparseMatrix]:
         >>> format_named("csr").__name__
         'CSR'
     """
-    if fmt not in FORMATS:
+    if not isinstance(fmt, str) or fmt not in FORMATS:
         raise ArgumentError(f"format {fmt!r}", need="one of " + ", ".join(FORMATS), hint='"nm"')
     return FORMATS[fmt]
 
@@ -90,6 +90,9 @@ def convert(
         >>> convert(CSR.from_dense(torch.eye(4)), "bitmask").mask.tolist()
         [[1], [2], [4], [8]]
     """
+    if not isinstance(matrix, SparseMatrix):
+        got = f"a {type(matrix).__name__} to convert"
+        raise ArgumentError(got, need="a stored matrix", hint="NM.from_dense(dense)")
     target = format_named(fmt)
     wanted = _check_options(fmt, pattern, block)
     if type(matrix) is target and _unchanged(matrix, wanted, block):
@@ -115,10 +118,7 @@ def _check_options(
         raise ArgumentError(f"pattern {pattern} for format {fmt!r}", need="nm", hint='fmt="nm"')
     if block is not None and fmt != BSR.name:
         raise ArgumentError(f"block {block} for format {fmt!r}", need="bsr", hint='fmt="bsr"')
-    wanted = parse_pattern(pattern) if isinstance(pattern, str) else pattern
-    if wanted is not None and not isinstance(wanted, NMPattern):
-        raise ArgumentError(f"pattern {wanted}", need="N:M", hint="2:4")
-    return wanted
+    return None if pattern is None else as_nm_pattern(pattern)
 
 
 def _unchanged(

@@ -51,7 +51,7 @@ class _Compressed(SparseMatrix):
             >>> CSR.from_dense(torch.tensor([[0.0, 5.0], [0.0, 0.0]])).indptr
             tensor([0, 1, 1], dtype=torch.int32)
         """
-        check_dense(dense)
+        dense = check_dense(dense)
         lines = dense if cls.MAJOR == 0 else dense.T
         shape = (dense.shape[0], dense.shape[1])
         return cls.from_entries(shape, dense.dtype, dense_counts(lines), dense_entries(lines))
@@ -140,6 +140,7 @@ class _Compressed(SparseMatrix):
         attributes: Mapping[str, Attribute],
     ) -> Self:
         """See `SparseMatrix.from_parts`."""
+        count_attribute(attributes, "nnz")
         return cls(shape, parts["values"], parts["indices"], parts["indptr"])
 
     def attributes(self) -> dict[str, Attribute]:

@@ -72,7 +72,7 @@ class HYB(SparseMatrix):
             >>> h.ell_indices.tolist(), h.tail_cols.tolist()
             ([[0, 1, 0]], [1, 2])
         """
-        check_dense(dense)
+        dense = check_dense(dense)
         shape = (dense.shape[0], dense.shape[1])
         return cls.from_entries(shape, dense.dtype, dense_counts(dense), dense_entries(dense))
 

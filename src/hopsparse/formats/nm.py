@@ -22,7 +22,7 @@ from ._base import (
     row_slices,
 )
 from ._windows import window_table, windows_of
-from .pattern import NMPattern, parse_pattern
+from .pattern import NMPattern, as_nm_pattern, parse_pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +47,19 @@ class NM(SparseMatrix):
     PARTS: ClassVar[tuple[str, ...]] = ("values", "meta")
 
     @classmethod
-    def from_dense(cls, dense: Tensor, pattern: NMPattern = NMPattern(2, 4)) -> Self:  # noqa: B008
+    def from_dense(
+        cls,
+        dense: Tensor,
+        pattern: NMPattern | str = NMPattern(2, 4),  # noqa: B008
+    ) -> Self:
         """Pack a matrix that already obeys `pattern`; nothing is pruned.
 
         Args:
             dense: [rows, cols], any strides, any shape.
-            pattern: N:M with M even and N <= M - 2.
+            pattern: N:M with M even and N <= M - 2, as a value or as text.
 
         Raises:
+            ArgumentError: `pattern` is no N:M.
             FormatError: The matrix is empty or breaks the pattern (first bad row and group named).
 
         Example:
@@ -62,15 +67,16 @@ class NM(SparseMatrix):
             >>> NM.from_dense(w).to_dense()
             tensor([[1., 0., 0., 2.]])
         """
-        check_dense(dense)
-        windows_of(pattern)
+        dense = check_dense(dense)
+        nm = as_nm_pattern(pattern)
+        windows_of(nm)
         shape = (dense.shape[0], dense.shape[1])
-        specs = cls.part_specs(shape, dense.dtype, {"pattern": str(pattern)})
+        specs = cls.part_specs(shape, dense.dtype, {"pattern": str(nm)})
         parts = {
             part: torch.empty(size, dtype=dtype, device=dense.device)
             for part, (size, dtype) in specs.items()
         }
-        packed = cls(shape, parts["values"], parts["meta"], pattern)
+        packed = cls(shape, parts["values"], parts["meta"], nm)
         for panel, rows in packed._row_chunks():
             packed._pack_rows(dense[rows], panel, rows.start)
         return packed

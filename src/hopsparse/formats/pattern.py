@@ -99,6 +99,18 @@ def parse_pattern(text: str) -> Pattern:
     )
 
 
+def as_nm_pattern(pattern: NMPattern | str) -> NMPattern:
+    """An N:M pattern given as a value or as text.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    value = parse_pattern(pattern) if isinstance(pattern, str) else pattern
+    if not isinstance(value, NMPattern):
+        raise ArgumentError(f"pattern {value!s}", need="N:M", hint="2:4")
+    return value
+
+
 def _fraction(text: str) -> float:
     try:
         return float(text)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, FormatError
 from ..formats import BSR, Attribute, SparseMatrix, format_named, parse_pattern
+from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
 from ..ops._product import (
     COMPUTE_DTYPES,
@@ -52,6 +53,11 @@ class SparseLinear(nn.Module):
     So do compiled calls, values that need a gradient, and parts made in inference mode, whose
     changes torch does not count.
 
+    `load_state_dict` refuses parts on the CPU that break the format, but parts of another matrix
+    may be legal here: those of a 4:6 [8, 48] are those of a 2:4 [8, 64]. `torch.export` of a bare
+    nm layer fails, because the part `meta` is an attribute of its GraphModule too: export a module
+    that holds the layer.
+
     A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
     because decoding reads counts back from the GPU.
 
@@ -72,6 +78,12 @@ class SparseLinear(nn.Module):
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
+        if not isinstance(matrix, SparseMatrix):
+            raise ArgumentError(
+                f"a {type(matrix).__name__} as the matrix",
+                need="a stored matrix",
+                hint="SparseLinear(NM.from_dense(weight)), or SparseLinear.from_linear(linear)",
+            )
         if bias is not None and bias.shape != (matrix.shape[0],):
             raise ArgumentError(
                 f"bias of shape {list(bias.shape)}",
@@ -144,7 +156,7 @@ class SparseLinear(nn.Module):
 
         Raises:
             ArgumentError: No such format.
-            FormatError: Attributes are missing or malformed.
+            FormatError: No such shape or dtype, or attributes are missing or malformed.
 
         Example:
             >>> SparseLinear.empty((4, 8), torch.bfloat16, "nm", {"pattern": "2:4"}, device="meta")
@@ -152,6 +164,8 @@ class SparseLinear(nn.Module):
 4608 bytes)
         """
         kind = format_named(fmt)
+        check_shape(shape)
+        check_dtype(dtype)
         specs = kind.part_specs(shape, dtype, attributes)
         parts = {
             name: torch.empty(size, dtype=part_dtype, device=device)
@@ -323,9 +337,23 @@ class SparseLinear(nn.Module):
         for name, part in BSR.from_dense(matrix.to_dense(), block).parts().items():
             setattr(self, name, part)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **kwargs: Any
+    ) -> None:
         self._decoded = None
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
+        errors: list[str] = kwargs["error_msgs"] if "error_msgs" in kwargs else rest[-1]
+        matrix = self.matrix
+        whole = all(f"{prefix}{name}" in state_dict for name in matrix.PARTS)
+        # Elsewhere than on the CPU a look at the contents would wait for the device.
+        near = all(part.device.type == "cpu" for part in matrix.parts().values())
+        if errors or not whole or not near:
+            return
+        try:
+            matrix.validate()
+        except FormatError as error:
+            what = f"{matrix.name} matrix of {list(matrix.shape)}"
+            errors.append(f"{prefix.rstrip('.')}: the parts are no {what}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
