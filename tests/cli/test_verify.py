@@ -55,14 +55,18 @@ def test_self_check_notices_a_wrong_product(run: Run, monkeypatch: pytest.Monkey
 def test_whole_checkpoint_passes(run_json: RunJson, sparse_model: Path) -> None:
     found = run_json("verify", sparse_model)
     assert found["ok"]
-    assert found["checks"][-1]["detail"] == "21 weights agree"
+    details = [check["detail"] for check in found["checks"]]
+    assert "21 weights agree" in details
+    assert details[-1] == "as written"
 
 
 def test_packed_checkpoint_passes(run_json: RunJson, sparse_model: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     run_json("convert", sparse_model, "-o", theirs, "--to", "sparse-24-bitmask")
     found = run_json("verify", theirs)
-    assert found["checks"][-1]["detail"] == "21 weights agree"
+    details = [check["detail"] for check in found["checks"]]
+    assert "21 weights agree" in details
+    assert details[-1] == "as written"
     assert sum("sparse-24-bitmask" in check["detail"] for check in found["checks"]) == 14
 
 
@@ -116,6 +120,43 @@ def test_sizes_must_agree_with_config(run: Run, damaged: Path) -> None:
     result = run("verify", damaged)
     assert result.exit_code == 1
     assert "config.json describes" in result.stdout
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_config_with_fewer_layers_than_are_stored(run: Run, damaged: Path) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    change_config(damaged, num_hidden_layers=config["num_hidden_layers"] - 1)
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert "is stored, config.json describes no such weight" in result.stdout
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "x"}, {"hidden_act": "nope"}])
+def test_a_config_that_describes_no_model(
+    run: Run, damaged: Path, changes: dict[str, object]
+) -> None:
+    change_config(damaged, **changes)
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert "no model can be built" in result.stdout
+
+
+def test_a_flipped_bit_is_found(run: Run, damaged: Path) -> None:
+    """The lowest bit of a value: still finite, of the same pattern, and wrong."""
+    name = "model.layers.0.mlp.up_proj.values"
+    shard = shard_with(damaged, name)
+    data = bytearray(shard.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    start = json.loads(data[8 : 8 + size])[name]["data_offsets"][0]
+    data[8 + size + start] ^= 1
+    shard.write_bytes(data)
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert f"the first: SHA-256 of {shard.name}" in result.stdout
 
 
 def test_file_of_matrices(run: Run, tmp_path: Path) -> None:

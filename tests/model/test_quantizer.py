@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopsparse.errors import ArgumentError, CheckpointError
-from hopsparse.formats import FORMATS, NMPattern, convert
+from hopsparse.formats import FORMATS, NM, NMPattern, convert
+from hopsparse.models._layers import check_contents
 from hopsparse.models.checkpoint import CheckpointWriter, ModuleEntry, SparseConfig
 from hopsparse.models.load import load
 from hopsparse.models.register import register
+from hopsparse.models.save import save
 from hopsparse.nn import SparseLinear
 
 register()
@@ -247,6 +250,23 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match=r"model\.layers\.7\.mlp\.up_proj"):
             loader(damaged)
 
+    def test_wrong_pattern(self, damaged: Path, loader) -> None:
+        config = json.loads((damaged / "config.json").read_text())
+        entry = config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"]
+        entry["attributes"]["pattern"] = "1:4"
+        (damaged / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
+            loader(damaged)
+
+    def test_index_out_of_range(self, dense: nn.Module, tmp_path: Path, loader) -> None:
+        folder = write(dense, tmp_path / "out", "csr")
+        name = "model.layers.0.mlp.up_proj.indices"
+        indices = load_file(folder / "model-0.safetensors")[name].clone()
+        indices[3] = 10_000
+        self.rewrite(folder, name, **{name: indices})
+        with pytest.raises(CheckpointError, match=r"up_proj: row 0 has column 10000"):
+            loader(folder)
+
     def test_dense_folder(self, dense: nn.Module, tmp_path: Path) -> None:
         dense.save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match=r"is a dense checkpoint.*from_pretrained"):
@@ -259,6 +279,35 @@ class TestRefusals:
     def test_dtype_without_operator(self, folder: Path) -> None:
         with pytest.raises(ArgumentError, match=r"dtype torch\.float64"):
             load(folder, dtype=torch.float64)
+
+    @pytest.mark.parametrize("device", ["foo", "cuda:0"])
+    def test_device_that_is_not_there(
+        self, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ArgumentError, match=f"device '{device}'"):
+            load(folder, device=device)
+
+    @pytest.mark.parametrize("changes", [{"hidden_size": "x"}, {"hidden_act": "nope"}])
+    def test_config_that_describes_no_model(
+        self, damaged: Path, changes: dict[str, object]
+    ) -> None:
+        config = json.loads((damaged / "config.json").read_text())
+        (damaged / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=r"transformers cannot build.*config\.json"):
+            load(damaged)
+
+    @pytest.mark.parametrize("names", [["pipeline"], [], None])
+    def test_architecture_that_is_no_model(self, damaged: Path, names: object) -> None:
+        config = json.loads((damaged / "config.json").read_text())
+        (damaged / "config.json").write_text(json.dumps(config | {"architectures": names}))
+        assert type(load(damaged)).__name__ == "LlamaForCausalLM"
+
+    def test_threads_load_at_the_same_time(self, folder: Path) -> None:
+        expected = load(folder)(TOKENS).logits
+        with ThreadPoolExecutor(4) as pool:
+            models = list(pool.map(load, [folder] * 8))
+        assert all(torch.equal(model(TOKENS).logits, expected) for model in models)
 
 
 class TestInto:
@@ -283,6 +332,27 @@ class TestInto:
             load(folder, into=model)
         after = model.state_dict()
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+class Twice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = self.first
+
+
+def test_a_layer_with_two_names(tmp_path: Path) -> None:
+    model = Twice()
+    weight = model.first.weight.detach()
+    weight.view(64, -1, 4)[..., 2:] = 0
+    layer = SparseLinear(FORMATS["nm"].from_dense(weight), model.first.bias)
+    model.first = model.second = layer
+    save(model, tmp_path / "out")
+    again = load(tmp_path / "out", into=Twice())
+    assert again.first is again.second
+    assert torch.equal(again.second.to_dense(), weight)
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -338,3 +408,15 @@ def test_relaxed_pattern_survives(dense: nn.Module, tmp_path: Path) -> None:
     again = load(tmp_path / "again")
     assert again.model.layers[0].mlp.up_proj.matrix.pattern == NMPattern(6, 8)
     assert_same_state(model, again)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:6", "6:8", "3:10"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (65, 130), (7, 3), (200, 1000)])
+def test_whole_matrices_pass_the_check_of_contents(
+    pattern: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    n, m = map(int, pattern.split(":"))
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * (torch.arange(shape[1]) % m < n)
+    check_contents("w", NM.from_dense(weight.to(dtype), NMPattern(n, m)))

@@ -96,7 +96,8 @@ def run(options: Sparsify) -> None:
         paths = {"out": str(options.out), "report": str(page) if page else None}
         print_json({**report, "predicted": predicted.to_json(), **paths})
     else:
-        _print(report, predicted, page)
+        repeat = report["command"] + ("" if options.report else " --no-report")
+        _print({**report, "command": repeat}, predicted, page)
 
 
 def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FormatError
 from ..files import read_header
+from ..formats import NM, SparseMatrix, packed_k
 from ..nn import SparseLinear
 from .checkpoint import CheckpointReader, ModuleEntry, SparseConfig
 from .rules import replace_module
@@ -82,6 +83,42 @@ def check_stored(sparse: SparseConfig, stored: StoredSpecs) -> None:
             )
 
 
+def check_contents(module: str, matrix: SparseMatrix) -> None:
+    """Refuse a filled weight whose indices lead outside, or that is no matrix of its pattern.
+
+    Every index is read, except in `nm`, whose packed indices cannot lead outside a window and take
+    long to unpack: there two corners show whether the pattern is the right one.
+
+    Raises:
+        CheckpointError: The weight is damaged, or config.json describes it wrongly.
+    """
+    try:
+        for part in _corners(matrix) if isinstance(matrix, NM) else (matrix,):
+            part.validate()
+    except FormatError as error:
+        raise CheckpointError(f"{module}: {error.got}", need=error.need, hint=error.hint) from error
+
+
+def _corners(matrix: NM) -> Iterator[NM]:
+    """The first and the last columns of the first and of the last panel, as matrices.
+
+    16 groups of M columns fill whole units, the tiles of a panel.
+    """
+    cols = 16 * matrix.pattern.m
+    units = packed_k(cols, matrix.pattern) // 64
+    steps = matrix.values.shape[1] // matrix.meta.shape[1] * units
+    last_panel, last = matrix.meta.shape[0] - 1, (matrix.meta.shape[1] - 1) // units
+    for panel, block in {(0, 0), (last_panel, last)}:
+        shape = (
+            min(64, matrix.shape[0] - 64 * panel),
+            min(cols, matrix.shape[1] - cols * block),
+        )
+        here = slice(panel, panel + 1)
+        values = matrix.values[here, steps * block : steps * (block + 1)]
+        meta = matrix.meta[here, units * block : units * (block + 1)]
+        yield NM(shape, values, meta, matrix.pattern)
+
+
 def make_sparse(model: nn.Module, modules: Mapping[str, ModuleEntry]) -> list[str]:
     """Replace the dense layers named in `modules` by empty ones on the meta device.
 
@@ -95,7 +132,9 @@ def make_sparse(model: nn.Module, modules: Mapping[str, ModuleEntry]) -> list[st
         CheckpointError: A layer is not there, is no nn.Linear, or has another shape.
     """
     linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
     }
     prefix = getattr(model, "base_model_prefix", "")
     found: dict[str, ModuleEntry] = {}
@@ -125,5 +164,7 @@ def make_sparse(model: nn.Module, modules: Mapping[str, ModuleEntry]) -> list[st
             bias=linears[place].bias is not None,
             device="meta",
         ).train(linears[place].training)
-        replace_module(model, place, lambda _, layer=layer: layer)  # type: ignore[misc]
+        # A module that the model holds under several names stays one module.
+        for alias in [name for name, module in linears.items() if module is linears[place]]:
+            replace_module(model, alias, lambda _, layer=layer: layer)  # type: ignore[misc]
     return list(found)

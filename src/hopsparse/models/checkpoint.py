@@ -53,6 +53,8 @@ class CheckpointReader:
         quantization = quantization_of(self.config)
         is_ours = quantization.get("quant_method") == QUANT_METHOD
         self.sparse = SparseConfig.from_json(quantization) if is_ours else None
+        #: SHA-256 of each shard as it was written, where the index says so.
+        self.digests: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
         self._shard_of = self._index()
@@ -107,7 +109,8 @@ class CheckpointReader:
 
     def _index(self) -> dict[str, str]:
         if (self.folder / INDEX_NAME).exists():
-            index = read_json(self.folder / INDEX_NAME).get("weight_map")
+            stored = read_json(self.folder / INDEX_NAME)
+            index = stored.get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(s, str) for s in index.values()):
                 raise CheckpointError(
                     f"{self.folder / INDEX_NAME} has no sound weight_map",
@@ -116,6 +119,9 @@ class CheckpointReader:
                 )
             for shard in sorted(set(index.values())):
                 self._require(shard)
+            metadata = stored.get("metadata")
+            digests = metadata.get("sha256") if isinstance(metadata, dict) else None
+            self.digests = digests if isinstance(digests, dict) else {}
             return index
         self._require(SINGLE_NAME)
         return dict.fromkeys(self._shard(SINGLE_NAME).keys(), SINGLE_NAME)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, CheckpointError, UnsupportedError
+from ..errors import ArgumentError, CheckpointError, HopsparseError, UnsupportedError
 from ..formats import FORMATS
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
-from ._layers import check_stored, make_sparse, require_sparse, stored_specs
+from ._layers import check_contents, check_stored, make_sparse, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, SparseConfig
 from .register import register
 
 _Module = TypeVar("_Module", bound=nn.Module)
+# from_pretrained of transformers changes global state, and gives garbage in two threads at once.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def load(
@@ -27,6 +31,9 @@ def load(
     into: _Module | None = None,
 ) -> nn.Module:
     """Load a sparse checkpoint.
+
+    Patterns and ranges of indices are checked, values are not: `hopsparse verify` reads all.
+    Threads may load at the same time; transformers' own `from_pretrained` is not made for that.
 
     Args:
         path: The folder that `hopsparse sparsify` wrote.
@@ -40,7 +47,7 @@ def load(
 
     Raises:
         CheckpointError: The folder is missing, damaged, too new, dense, or does not fit `into`.
-        ArgumentError: The dtype is not one that sparse weights can have.
+        ArgumentError: Sparse weights cannot have that dtype, or torch does not know the device.
         UnsupportedError: transformers is needed and not installed.
 
     Example:
@@ -52,13 +59,46 @@ def load(
         raise ArgumentError(
             f"dtype {dtype}", need="float32, bfloat16 or float16", hint="torch.bfloat16"
         )
+    place = _device(device)
     with CheckpointReader(path) as reader:
         sparse = require_sparse(reader)
         check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
         if into is not None:
-            return _fill(into, reader, sparse, torch.device(device), dtype)
-        architectures = reader.config.get("architectures") or ["AutoModelForCausalLM"]
-    return _from_pretrained(Path(path), architectures[0], torch.device(device), dtype)
+            return _fill(into, reader, sparse, place, dtype)
+        architecture = architecture_of(reader.config)
+    return _from_pretrained(Path(path), architecture, place, dtype)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class that config.json names; a causal language model if it names none."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else "AutoModelForCausalLM"
+
+
+def model_class(architecture: str) -> Any:
+    """The model class of that name in transformers; other things of that name do not count."""
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModelForCausalLM
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ArgumentError(
+            f"device {device!r}", need="a device that torch knows", hint='"cpu" or "cuda:0"'
+        ) from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(
+            f"device {str(place)!r} where torch sees no GPU",
+            need="a GPU and a CUDA build of torch",
+            hint='device="cpu", and `hopsparse doctor` for what is missing',
+        )
+    return place
 
 
 def _from_pretrained(
@@ -66,19 +106,30 @@ def _from_pretrained(
 ) -> nn.Module:
     register()
     try:
-        import transformers
+        kind = model_class(architecture)
     except ImportError as error:
         raise UnsupportedError(
             f"{path} holds a model of class {architecture}, and transformers is not installed",
             need="transformers, or a model to load into",
             hint='pip install "hopsparse[models]", or hopsparse.load(path, into=model)',
         ) from error
-    kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     # A device map needs accelerate; the CPU needs neither.
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}
-    model: nn.Module = kind.from_pretrained(
-        path, dtype="auto" if dtype is None else dtype, local_files_only=True, **placed
-    )
+    wanted = "auto" if dtype is None else dtype
+    try:
+        with _ONE_AT_A_TIME:
+            model: nn.Module = kind.from_pretrained(
+                path, dtype=wanted, local_files_only=True, **placed
+            )
+    except (HopsparseError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Whatever the code of an architecture does with a wrong field.
+        why = " ".join(str(error).split())
+        raise CheckpointError(
+            f"transformers cannot build the model of {path} ({type(error).__name__}: {why})",
+            need="a config.json that describes the stored weights",
+            hint="restore config.json; `hopsparse verify` looks for other damage",
+        ) from error
     return model
 
 
@@ -105,13 +156,14 @@ def _fill(
             filled[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         _assign(model, name, filled[id(parameter)])
-    for name, _ in list(model.named_buffers()):
+    for name, _ in list(model.named_buffers(remove_duplicate=False)):
         if name in stored:
             # Buffers keep the dtype they have on disk; a layer is cast as a whole below.
             _assign(model, name, _placed(reader.load(name), device, None))
     for name in layers:
         layer = model.get_submodule(name)
         assert isinstance(layer, SparseLinear)
+        check_contents(name, layer.matrix)
         if dtype is not None and layer.values_dtype != dtype:
             layer.to(dtype)
     return model.to(device)
@@ -126,8 +178,8 @@ def _check_fit(model: nn.Module, reader: CheckpointReader, sparse: SparseConfig)
         for part in FORMATS[entry.format].PARTS
     }
     state = model.state_dict(keep_vars=True)
-    present = {id(tensor) for name, tensor in state.items() if name in stored}
     weights = {f"{module}.weight" for module in sparse.modules}
+    present = {id(tensor) for name, tensor in state.items() if name in stored or name in weights}
     missing = [
         name
         for name, tensor in state.items()

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..errors import CheckpointError, UnsupportedError
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
-from ._layers import check_stored, make_sparse, stored_specs
+from ._layers import check_contents, check_stored, make_sparse, stored_specs
 from .checkpoint import QUANT_METHOD, SparseConfig
 from .rules import replace_module
 from .save import sparse_modules
@@ -109,6 +109,8 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
         for name in self._names:
             layer = model.get_submodule(name)
+            if not any(tensor.is_meta for tensor in layer.state_dict().values()):
+                check_contents(name, layer.matrix)
             if self._dtype in COMPUTE_DTYPES and layer.values_dtype != self._dtype:
                 layer.to(self._dtype)
         return model

@@ -166,8 +166,9 @@ def skeleton(source: WeightSource) -> PreTrainedModel:
     except HopsparseError:
         raise
     except Exception as error:  # Whatever the code of an architecture does with a wrong field.
+        why = " ".join(str(error).split())
         raise CheckpointError(
-            f"config.json of {source.name} describes no model ({type(error).__name__}: {error})",
+            f"config.json of {source.name} describes no model ({type(error).__name__}: {why})",
             need="sizes and names that transformers can build a causal language model from",
             hint="restore config.json from where the model came from",
         ) from error
@@ -313,8 +314,9 @@ def _auto_config(folder: Path) -> Any:
             hint="pip install --upgrade transformers",
         ) from error
     except Exception as error:  # Each configuration checks its fields in its own way.
+        why = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder}/config.json is not valid ({type(error).__name__}: {error})",
+            f"{folder}/config.json is not valid ({type(error).__name__}: {why})",
             need="fields of the types that its architecture has",
             hint="restore config.json from where the model came from",
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from torch import Tensor
 from ..errors import CheckpointError, HopsparseError, VerificationError
 from ..files import open_tensors
 from ..formats import SparseMatrix, read_facts, read_matrices
+from ._files import sha256
 from .checkpoint import CheckpointReader
 from .kinds import kind_of
+from .load import architecture_of, model_class
+from .source import undescribed
 from .sparse24 import packed_modules, read_packed
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,7 +42,8 @@ def verify_checkpoint(path: Path | str) -> list[Check]:
     """Check that a checkpoint folder or a .safetensors file is whole; every value is read.
 
     Shards are present and readable, every matrix validates (of hopsparse and of
-    `sparse-24-bitmask`), every value is finite, and sizes agree with config.json.
+    `sparse-24-bitmask`), every value is finite, sizes agree with config.json, and shards have the
+    SHA-256 that the index records.
 
     Returns:
         What was checked.
@@ -134,6 +139,9 @@ def _folder_checks(path: Path) -> Iterator[Check]:
                 shapes |= {name: shape} if shape is not None else {}
                 yield check
         yield _config_check(reader, shapes)
+        # Last: any other fault says more.
+        for shard in reader.shards() if reader.digests else ():
+            yield _digest_check(reader, shard)
 
 
 def _module_check(reader: CheckpointReader, module: str) -> Check:
@@ -171,35 +179,57 @@ def _tensor_check(reader: CheckpointReader, name: str) -> tuple[Check, tuple[int
     return Check(name, not fault, fault or "finite"), tuple(tensor.shape)
 
 
+def _digest_check(reader: CheckpointReader, shard: str) -> Check:
+    title = f"SHA-256 of {shard}"
+    found = sha256(reader.folder / shard)
+    same = reader.digests.get(shard) == found
+    detail = "as written" if same else f"{found}, the index says {reader.digests.get(shard)}"
+    return Check(title, same, detail)
+
+
 def _config_check(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> Check:
-    """Compare stored shapes with those of the model that config.json describes."""
+    """Compare stored shapes with those of the model that config.json describes, both ways."""
     title = "sizes of config.json"
     try:
-        expected = _expected_shapes(reader.folder)
+        model = _described_model(reader)
     except ImportError:
         return Check(title, True, "not compared: transformers is not installed")
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        # A model type of another library, or a config that describes no causal language model.
-        return Check(title, True, f"not compared: {str(error).splitlines()[0]}")
+    except Exception as error:  # Whatever the code of an architecture does with a wrong field.
+        why = str(error).strip().splitlines() or [""]
+        return Check(title, False, f"no model can be built: {type(error).__name__}: {why[0]}")
+    if model is None:
+        return Check(title, True, "not compared: no language model that transformers knows")
+    # Tied weights once.
+    expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     faults = [
         f"{name} is {list(shapes[name]) if name in shapes else 'not stored'}, "
         f"config.json describes {list(wanted)}"
         for name, wanted in expected.items()
         if shapes.get(name) != wanted
     ]
+    faults += [
+        f"{name} is stored, config.json describes no such weight"
+        for name in undescribed(model, shapes)
+    ]
     return Check(title, not faults, faults[0] if faults else f"{len(expected)} weights agree")
 
 
-def _expected_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight of the described model, tied ones once; no weight is made."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _described_model(reader: CheckpointReader) -> Any:
+    """The model that config.json describes, on the meta device; None if it is of another kind."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = AutoConfig.from_pretrained(folder)
+    if reader.config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    config = AutoConfig.from_pretrained(reader.folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    kind = model_class(architecture_of(reader.config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        if hasattr(kind, "_from_config"):
+            return kind._from_config(config)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        return kind.from_config(config) if known else None
 
 
 def _not_finite(tensor: Tensor) -> str:
