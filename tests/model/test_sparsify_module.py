@@ -288,3 +288,9 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_is_pruned() -> Non
         sparsify(model, "2:4", [torch.randn(32, 8)])
     for name, value in model.state_dict().items():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
+
+
+def test_a_model_that_cannot_run_is_refused_by_its_weights() -> None:
+    model = Net().requires_grad_(False).to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="its weight is float8_e4m3fn"):
+        sparsify(model, "2:4", [torch.randn(4, 8)])

@@ -167,9 +167,14 @@ def test_a_block_and_a_layer_in_two_places_are_selected_once() -> None:
     assert list(kept) == ["layers.0.up", "layers.0.down"]
 
 
-def test_a_layer_of_one_block_stays_dense() -> None:
+def test_a_layer_of_which_all_blocks_or_none_would_stay_is_kept_dense() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(65, 64))
-    assert reasons(model, BlockPattern(64, 64)) == {"0": "64x64 is a single 64x64 block"}
+    assert reasons(model, BlockPattern(64, 64)) == {
+        "0": "block:64x64:0.5 zeroes 0 of its 1 blocks",
+    }
+    assert reasons(model, BlockPattern(32, 32, 0.9)) == {
+        "0": "block:32x32:0.9 zeroes 4 of its 4 blocks",
+    }
 
 
 def test_a_glob_that_matches_nothing() -> None:

@@ -151,10 +151,11 @@ def _reason_to_keep(
     if isinstance(pattern, NMPattern) and linear.in_features % pattern.m:
         return f"k = {linear.in_features} is not a multiple of {pattern.m}"
     if isinstance(pattern, BlockPattern):
-        block_rows = -(-linear.out_features // pattern.rows)
-        if block_rows * -(-linear.in_features // pattern.cols) < 2:
-            sides = f"{linear.out_features}x{linear.in_features}"
-            return f"{sides} is a single {pattern.rows}x{pattern.cols} block"
+        blocks = -(-linear.out_features // pattern.rows) * -(-linear.in_features // pattern.cols)
+        # As `prune.keep_mask` counts: all or nothing is no pruning.
+        zeroed = round(blocks * pattern.sparsity)
+        if zeroed in (0, blocks):
+            return f"{pattern} zeroes {zeroed} of its {blocks} blocks"
     return None
 
 

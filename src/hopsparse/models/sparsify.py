@@ -87,6 +87,8 @@ def sparsify(
     _check_model(model)
     chosen, items = _as_recipe(recipe), _as_inputs(calibration)
     blocks = find_blocks(model)
+    # Before anything runs: a model without a layer to prune may not run at all.
+    select(model, ("",), chosen.parsed_pattern, chosen.keep)
     with quiet(model):
         if items and blocks != ("",):
             modules = [model.get_submodule(path) for path in blocks]
