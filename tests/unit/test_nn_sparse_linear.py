@@ -324,6 +324,10 @@ class TestConstruction:
 def test_only_matrices_of_known_shape_and_dtype_become_layers() -> None:
     with pytest.raises(ArgumentError, match="a Tensor as the matrix"):
         SparseLinear(torch.eye(4))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="a module of class LazyLinear"):
+        SparseLinear.from_linear(nn.LazyLinear(4))
+    with pytest.raises(ArgumentError, match="int64"):
+        SparseLinear(NM.from_dense(torch.zeros(4, 4)), torch.ones(4, dtype=torch.int64))
     for shape, dtype in (((-1, 4), torch.float32), ((4, 8), torch.float64)):
         with pytest.raises(FormatError):
             SparseLinear.empty(shape, dtype, "nm", {"pattern": "2:4"})
@@ -335,7 +339,9 @@ def test_parts_of_another_matrix_are_refused(assign: bool) -> None:
     other = SparseLinear(NM.from_dense(torch.ones(8, 64) * torch.tensor([1.0, 1, 0, 0] * 16)))
     for k, pattern in ((48, "2:4"), (64, "1:4")):
         layer = SparseLinear.empty((8, k), torch.float32, "nm", {"pattern": pattern})
-        with pytest.raises(RuntimeError, match=rf"the parts are no nm matrix of \[8, {k}\]"):
+        with pytest.raises(
+            RuntimeError, match=rf"the parts of this layer are no nm matrix of \[8, {k}\]"
+        ):
             layer.load_state_dict(other.state_dict(), assign=assign)
     same = SparseLinear.empty((8, 64), torch.float32, "nm", {"pattern": "2:4"})
     same.load_state_dict(other.state_dict(), assign=assign)

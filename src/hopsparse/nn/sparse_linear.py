@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError, FormatError
 from ..formats import BSR, Attribute, SparseMatrix, format_named, parse_pattern
@@ -84,10 +85,11 @@ class SparseLinear(nn.Module):
                 need="a stored matrix",
                 hint="SparseLinear(NM.from_dense(weight)), or SparseLinear.from_linear(linear)",
             )
-        if bias is not None and bias.shape != (matrix.shape[0],):
+        fits = bias is None or (bias.is_floating_point() and bias.shape == (matrix.shape[0],))
+        if bias is not None and not fits:
             raise ArgumentError(
-                f"bias of shape {list(bias.shape)}",
-                need=f"[{matrix.shape[0]}], one number an output feature",
+                f"bias of shape {list(bias.shape)} and {bias.dtype}",
+                need=f"[{matrix.shape[0]}], one floating number an output feature",
                 hint="SparseLinear(matrix), without a bias",
             )
         self.out_features, self.in_features = matrix.shape
@@ -115,10 +117,10 @@ class SparseLinear(nn.Module):
             >>> SparseLinear.from_linear(nn.Linear(4, 4, bias=False), "csr").matrix.name
             'csr'
         """
-        if not isinstance(linear, nn.Linear):
+        if not isinstance(linear, nn.Linear) or is_lazy(linear.weight):
             raise ArgumentError(
                 f"a module of class {type(linear).__name__}",
-                need="an nn.Linear",
+                need="an nn.Linear that has its weight",
                 hint="SparseLinear(matrix, bias)",
             )
         if isinstance(options.get("pattern"), str):
@@ -353,7 +355,8 @@ class SparseLinear(nn.Module):
             matrix.validate()
         except FormatError as error:
             what = f"{matrix.name} matrix of {list(matrix.shape)}"
-            errors.append(f"{prefix.rstrip('.')}: the parts are no {what}: {error}")
+            layer = prefix.rstrip(".") or "this layer"
+            errors.append(f"the parts of {layer} are no {what}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
