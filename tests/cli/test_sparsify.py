@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import hopsparse.report
+from hopsparse.cli import sparsify
 from tests.cli.conftest import SMALL, Run, start
 
 
@@ -172,6 +173,36 @@ def test_interrupt_tells_how_to_resume_and_resuming_gives_the_same_bytes(
     assert shards == sorted(path.name for path in out.glob("*.safetensors"))
     for name in shards:
         assert (out / name).read_bytes() == (sparse_model / name).read_bytes()
+
+
+@pytest.mark.parametrize("when", ["_check_device", "_sparsify"])
+def test_interrupt_before_any_block(
+    run: Run, dense_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sparsify, when, interrupt)
+    result = run("sparsify", dense_model, "-o", tmp_path / "out")
+    assert result.exit_code == 130
+    assert "Interrupted; nothing was written." in result.stderr
+
+
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_output_without_a_name_is_refused_before_the_model_is_read(run: Run, out: str) -> None:
+    result = run("sparsify", "nowhere", "-o", out)
+    assert result.exit_code == 2
+    assert "need  a path that ends in a new name" in result.stderr
+
+
+def test_repeat_command_keeps_no_report(
+    run: Run, dense_model: Path, text_file: Path, tmp_path: Path
+) -> None:
+    texts = ("--calibration", text_file, "--eval", text_file)
+    options = (*texts, *SMALL, "--method", "magnitude", "--no-report")
+    result = run("sparsify", dense_model, "-o", tmp_path / "out", *options)
+    repeat = next(line for line in result.stdout.splitlines() if line.startswith("repeat"))
+    assert repeat.endswith("--no-report")
 
 
 def test_help_loads_nothing_heavy_beyond_the_package() -> None:

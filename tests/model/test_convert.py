@@ -137,6 +137,22 @@ def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, object]) -
         convert_checkpoint(tmp_path, tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_a_result_without_a_name(tmp_path: Path, out: str) -> None:
+    source = tmp_path / "w.safetensors"
+    save_file({"w": weight_2_4()}, source)
+    with pytest.raises(CheckpointError, match="a path that ends in a new name"):
+        convert_checkpoint(source, out, to="nm", overwrite=True)
+
+
+def test_a_result_that_is_a_symbolic_link(tmp_path: Path) -> None:
+    source, link = tmp_path / "w.safetensors", tmp_path / "out.safetensors"
+    save_file({"w": weight_2_4()}, source)
+    link.symlink_to(source)
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        convert_checkpoint(source, link, to="nm", overwrite=True)
+
+
 def test_failed_imports_and_exports_leave_nothing(tmp_path: Path) -> None:
     tensors = packed("a", "b")
     tensors["b.bitmask"] = tensors["b.bitmask"] | 15

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopsparse.errors import ArgumentError, CheckpointError
-from hopsparse.formats import FORMATS, NM, NMPattern, convert
-from hopsparse.models._layers import check_contents
+from hopsparse.formats import FORMATS, NMPattern, convert
 from hopsparse.models.checkpoint import CheckpointWriter, ModuleEntry, SparseConfig
 from hopsparse.models.load import load
 from hopsparse.models.register import register
-from hopsparse.models.save import save
 from hopsparse.nn import SparseLinear
 
 register()
@@ -334,27 +332,6 @@ class TestInto:
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-class Twice(nn.Module):
-    """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.second = self.first
-
-
-def test_a_layer_with_two_names(tmp_path: Path) -> None:
-    model = Twice()
-    weight = model.first.weight.detach()
-    weight.view(64, -1, 4)[..., 2:] = 0
-    layer = SparseLinear(FORMATS["nm"].from_dense(weight), model.first.bias)
-    model.first = model.second = layer
-    save(model, tmp_path / "out")
-    again = load(tmp_path / "out", into=Twice())
-    assert again.first is again.second
-    assert torch.equal(again.second.to_dense(), weight)
-
-
 class _LargestTensor(TorchDispatchMode):
     """Bytes of the largest float storage that any operation makes on a real device."""
 
@@ -408,15 +385,3 @@ def test_relaxed_pattern_survives(dense: nn.Module, tmp_path: Path) -> None:
     again = load(tmp_path / "again")
     assert again.model.layers[0].mlp.up_proj.matrix.pattern == NMPattern(6, 8)
     assert_same_state(model, again)
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:6", "6:8", "3:10"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("shape", [(64, 64), (65, 130), (7, 3), (200, 1000)])
-def test_whole_matrices_pass_the_check_of_contents(
-    pattern: str, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    n, m = map(int, pattern.split(":"))
-    torch.manual_seed(0)
-    weight = torch.randn(shape) * (torch.arange(shape[1]) % m < n)
-    check_contents("w", NM.from_dense(weight.to(dtype), NMPattern(n, m)))

@@ -167,6 +167,32 @@ def test_interrupted_and_resumed_is_bit_identical(
     assert_same_shards(tmp_path / "whole", out)
 
 
+def test_resuming_after_the_model_changed_is_refused(
+    dense: Path, options: SparsifyOptions, tmp_path: Path
+) -> None:
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    recipe, out = Recipe("2:4", "magnitude"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        sparsify_checkpoint(str(dense), out, recipe, options=options, progress=interrupt)
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    again = SparsifyOptions(**vars(options) | {"resume": True})
+    with pytest.raises(CheckpointError, match="the interrupted run has model"):
+        sparsify_checkpoint(str(dense), out, recipe, options=again)
+
+
+def test_weights_that_the_config_does_not_describe_are_not_dropped(
+    dense: Path, options: SparsifyOptions, tmp_path: Path
+) -> None:
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match=r"stores model\.layers\.2"):
+        sparsify_checkpoint(str(dense), tmp_path / "out", Recipe("2:4"), options=options)
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_killed_and_resumed_is_bit_identical(
     dense: Path, options: SparsifyOptions, tmp_path: Path
 ) -> None:

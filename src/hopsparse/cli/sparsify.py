@@ -71,6 +71,24 @@ class Sparsify:
 
 def run(options: Sparsify) -> None:
     """Prune a model, write a sparse checkpoint, and show quality, size and predicted speed."""
+    try:
+        report = _prepare_and_sparsify(options)
+    except KeyboardInterrupt:
+        _print_interrupted(options)
+        raise typer.Exit(INTERRUPTED_EXIT) from None
+    from ..report import predict_layers, write_report
+
+    predicted = predict_layers(report["layers"])
+    page = write_report(report, options.out / REPORT_PAGE) if options.report else None
+    if options.json:
+        paths = {"out": str(options.out), "report": str(page) if page else None}
+        print_json({**report, "predicted": predicted.to_json(), **paths})
+    else:
+        repeat = report["command"] + ("" if options.report else " --no-report")
+        _print({**report, "command": repeat}, predicted, page)
+
+
+def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
     from ..prune import Recipe
 
     # What can be refused is refused before torch and the model are loaded.
@@ -87,20 +105,11 @@ def run(options: Sparsify) -> None:
         refit=options.refit,
     )
     _check_device(options.device)
-    report = _sparsify(options, recipe)
-    from ..report import predict_layers, write_report
-
-    predicted = predict_layers(report["layers"])
-    page = write_report(report, options.out / REPORT_PAGE) if options.report else None
-    if options.json:
-        paths = {"out": str(options.out), "report": str(page) if page else None}
-        print_json({**report, "predicted": predicted.to_json(), **paths})
-    else:
-        repeat = report["command"] + ("" if options.report else " --no-report")
-        _print({**report, "command": repeat}, predicted, page)
+    return _sparsify(options, recipe)
 
 
 def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:
+    from ..models.checkpoint import CheckpointWriter
     from ..models.options import SparsifyOptions
     from ..models.sparsify import sparsify_checkpoint
 
@@ -115,14 +124,12 @@ def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:
         resume=options.resume,
         overwrite=options.overwrite,
     )
-    try:
-        with progress_shown() as progress:
-            return sparsify_checkpoint(
-                options.model, options.out, recipe, options=settings, progress=progress
-            )
-    except KeyboardInterrupt:
-        _print_interrupted(options)
-        raise typer.Exit(INTERRUPTED_EXIT) from None
+    # Made and not entered, it only looks whether OUT can be written: before the model is read.
+    CheckpointWriter(options.out, overwrite=options.overwrite, resume=options.resume)
+    with progress_shown() as progress:
+        return sparsify_checkpoint(
+            options.model, options.out, recipe, options=settings, progress=progress
+        )
 
 
 def _check_device(name: str) -> None:
@@ -144,7 +151,7 @@ def _check_device(name: str) -> None:
 
 def _print_interrupted(options: Sparsify) -> None:
     console = stderr()
-    partial = options.out.with_name(options.out.name + ".partial")
+    partial = options.out.parent / (options.out.name + ".partial")
     if not partial.exists():
         console.print("Interrupted; nothing was written.")
         return

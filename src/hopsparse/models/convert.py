@@ -22,6 +22,7 @@ from ..formats import (
     read_matrices,
     write_matrices,
 )
+from ._files import check_result
 from ._layers import check_stored, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry
 from .kinds import SPARSE24, Kind, kind_of
@@ -90,6 +91,7 @@ def convert_checkpoint(
         hopsparse.errors.CheckpointError: no/such/folder does not exist. Required: a checkpoint ...
     """
     src, dst = Path(src), Path(dst)
+    check_result(dst)
     target = _Target(dst, to, _parsed(to, pattern, block), block, overwrite)
     kind = kind_of(src)
     if src.resolve() == dst.resolve():
