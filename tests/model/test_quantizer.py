@@ -278,11 +278,8 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=r"dtype torch\.float64"):
             load(folder, dtype=torch.float64)
 
-    @pytest.mark.parametrize("device", ["foo", "cuda:0"])
-    def test_device_that_is_not_there(
-        self, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    @pytest.mark.parametrize("device", ["foo", "cuda:77"])
+    def test_device_that_is_not_there(self, folder: Path, device: str) -> None:
         with pytest.raises(ArgumentError, match=f"device '{device}'"):
             load(folder, device=device)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hopsparse
-from hopsparse.errors import CalibrationError, CheckpointError, UnsupportedError
+from hopsparse.errors import ArgumentError, CalibrationError, CheckpointError, UnsupportedError
 from hopsparse.models.checkpoint import CheckpointReader
 from hopsparse.models.evaluate import evaluate
 from hopsparse.models.options import Progress, SparsifyOptions
@@ -299,10 +299,18 @@ def test_sparse_input_is_refused(dense: Path, options: SparsifyOptions, tmp_path
         sparsify_checkpoint(str(tmp_path / "a"), tmp_path / "b", Recipe("2:4"), options=options)
 
 
-def test_weights_that_are_not_finite(options: SparsifyOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.norm.weight",
+    ],
+)
+def test_weights_that_are_not_finite(options: SparsifyOptions, tmp_path: Path, name: str) -> None:
     model = tiny_llama()
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.get_parameter(name).data.view(-1)[3] = float("nan")
     folder = save_model(model, tmp_path / "nan")
-    with pytest.raises(hopsparse.HopsparseError, match=r"finite"):
+    with pytest.raises(ArgumentError, match=f"weight {name} holds NaN or infinity"):
         sparsify_checkpoint(str(folder), tmp_path / "out", Recipe("2:4"), options=options)
     assert not (tmp_path / "out").exists()

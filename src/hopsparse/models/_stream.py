@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..formats import FORMATS, BlockPattern, NMPattern, Pattern, SparseMatrix, storage_for
 from ..prune import (
     Activations,
@@ -124,6 +124,7 @@ class BlockStream:
         self._recipe = recipe
         self._device = device
         self._outer = materialize_outside(model, selection.blocks, source, device)
+        _check_finite(model, "")
 
     @torch.no_grad()
     def run(
@@ -141,6 +142,7 @@ class BlockStream:
         for index, path in enumerate(self._selection.blocks):
             block = self._model.get_submodule(path)
             dtypes = materialize(block, path, self._source, self._device)
+            _check_finite(block, path)
             advance(block, dense)
             if state.is_done(index):
                 restore_shard(self._model, writer.partial, state.shard(index))
@@ -162,7 +164,13 @@ class BlockStream:
         return capture_inputs(lambda window: self._model(window, use_cache=False), first, placed)
 
     def _batched(self, windows: list[Tensor]) -> list[Tensor]:
-        """All windows as one batch where their activations fit: one forward prunes a block."""
+        """All windows as one batch where that saves forwards and their activations fit.
+
+        With refresh "group" one batch is pruned in the forward that also moves it on. With "block"
+        there are two forwards either way, and single windows stay in the cache.
+        """
+        if self._recipe.resolved_refresh == "block":
+            return windows
         block = self._model.get_submodule(self._selection.blocks[0])
         widths = sum(layer.out_features for layer in _linears(block))
         needed = sum(window.numel() for window in windows) * widths * torch.float32.itemsize
@@ -221,6 +229,16 @@ class BlockStream:
             quality = Quality()
             quality.add(head(norm(hidden)), window)
             yield quality
+
+
+def _check_finite(module: nn.Module, path: str) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "meta" and not bool(parameter.isfinite().all()):
+            raise ArgumentError(
+                f"weight {f'{path}.{name}'.strip('.')} holds NaN or infinity",
+                need="finite weights",
+                hint="download the model again, or check how it was converted",
+            )
 
 
 def _linears(block: nn.Module) -> list[nn.Linear]:

@@ -59,7 +59,7 @@ def load(
         raise ArgumentError(
             f"dtype {dtype}", need="float32, bfloat16 or float16", hint="torch.bfloat16"
         )
-    place = _device(device)
+    place = check_device(device)
     with CheckpointReader(path) as reader:
         sparse = require_sparse(reader)
         check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
@@ -85,19 +85,21 @@ def model_class(architecture: str) -> Any:
     return found if is_model else transformers.AutoModelForCausalLM
 
 
-def _device(device: torch.device | str) -> torch.device:
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, if this machine and this build of torch have it.
+
+    Raises:
+        ArgumentError: They do not.
+    """
     try:
         place = torch.device(device)
-    except RuntimeError:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"device {device!r}", need="a device that torch knows", hint='"cpu" or "cuda:0"'
-        ) from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(
-            f"device {str(place)!r} where torch sees no GPU",
-            need="a GPU and a CUDA build of torch",
-            hint='device="cpu", and `hopsparse doctor` for what is missing',
-        )
+            f"device {str(device)!r} ({str(error).splitlines()[0]})",
+            need="a device that this torch can use",
+            hint="cpu, and `hopsparse doctor` for what is missing",
+        ) from error
     return place
 
 
