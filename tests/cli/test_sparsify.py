@@ -175,7 +175,7 @@ def test_interrupt_tells_how_to_resume_and_resuming_gives_the_same_bytes(
         assert (out / name).read_bytes() == (sparse_model / name).read_bytes()
 
 
-@pytest.mark.parametrize("when", ["_keep_freed_memory", "_sparsify"])
+@pytest.mark.parametrize("when", ["_prepare_and_sparsify", "_sparsify"])
 def test_interrupt_before_any_block(
     run: Run, dense_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shlex
 import sys
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from ..report import Predicted
 
 REPORT_PAGE = "report.html"
-# Parameters of glibc's mallopt.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,6 @@ def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
     from ..models.load import check_device
 
     check_device(options.device)
-    _keep_freed_memory()
     return _sparsify(options, recipe)
 
 
@@ -135,18 +131,6 @@ def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:
         return sparsify_checkpoint(
             options.model, options.out, recipe, options=settings, progress=progress
         )
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse large blocks instead of giving them back to the system each time.
-
-    Activations are hundreds of megabytes and made anew by each operation; zeroing their pages
-    takes about a second a block of SmolLM2-135M.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _print_interrupted(options: Sparsify) -> None:
