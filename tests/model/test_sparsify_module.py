@@ -294,3 +294,12 @@ def test_a_model_that_cannot_run_is_refused_by_its_weights() -> None:
     model = Net().requires_grad_(False).to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="its weight is float8_e4m3fn"):
         sparsify(model, "2:4", [torch.randn(4, 8)])
+
+
+def test_the_configuration_of_a_model_made_sparse_is_its_own() -> None:
+    """Another model made from the same configuration stays what it is: dense."""
+    model = tiny_llama().float()
+    config = model.config
+    sparsify(model, "2:4", [torch.randint(0, 200, (1, 24))])
+    assert model.config.quantization_config is not None
+    assert getattr(config, "quantization_config", None) is None

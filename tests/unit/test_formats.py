@@ -251,3 +251,12 @@ def test_csr_to_and_from_torch_shares_memory():
 )
 def test_storage_for(text, shape, fmt):
     assert storage_for(parse_pattern(text), shape) == fmt
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_repr_is_one_line(fmt: str) -> None:
+    matrix = convert(FORMATS["csr"].from_dense(torch.eye(64)), fmt)
+    text = repr(matrix)
+    assert text.startswith(f"{type(matrix).__name__}(64 x 64, ")
+    assert text.endswith(f"float32, {matrix.nbytes} bytes)")
+    assert "\n" not in text

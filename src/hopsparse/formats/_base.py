@@ -90,6 +90,14 @@ class SparseMatrix(ABC):
     def attributes(self) -> dict[str, Attribute]:
         """JSON facts that `part_specs` and `from_parts` need besides shape and dtype."""
 
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{key}={value}" for key, value in self.attributes().items())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {facts}, {dtype}, "
+            f"{self.nbytes} bytes)"
+        )
+
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
         return {part: getattr(self, part) for part in self.PARTS}

@@ -24,7 +24,7 @@ from ._base import (
 from ._entries import Entries, dense_counts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bitmask(SparseMatrix):
     """Kept values in row-major order, and a mask that says where they belong.
 

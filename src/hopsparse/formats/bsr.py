@@ -33,7 +33,7 @@ _MAX_SIDE = 1024
 _DAMAGED = "rebuild the matrix with BSR.from_dense"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BSR(SparseMatrix):
     """Dense blocks in block-row order; blocks of the last row and column are padded with zeros.
 

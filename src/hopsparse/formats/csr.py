@@ -25,7 +25,7 @@ from ._base import (
 from ._entries import Entries, dense_counts, dense_entries, pointed_rows, scatter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Compressed(SparseMatrix):
     """Entries sorted along the major axis, with pointers to where each line of it starts."""
 
@@ -148,7 +148,7 @@ class _Compressed(SparseMatrix):
         return {"nnz": self.values.numel()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CSR(_Compressed):
     """Compressed rows: row r holds entries indptr[r] to indptr[r + 1], sorted by column.
 
@@ -225,7 +225,7 @@ class CSR(_Compressed):
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CSC(_Compressed):
     """Compressed columns: column c holds entries indptr[c] to indptr[c + 1], sorted by row.
 

@@ -26,7 +26,7 @@ from ._entries import Entries, dense_counts, dense_entries, scatter
 _DAMAGED = "rebuild the matrix with HYB.from_dense, or convert it from CSR"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HYB(SparseMatrix):
     """The first `width` entries of every row in a rectangle (ELL), the rest as coordinates (COO).
 

@@ -25,7 +25,7 @@ from ._windows import window_table, windows_of
 from .pattern import NMPattern, as_nm_pattern, parse_pattern
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NM(SparseMatrix):
     """An N:M matrix as overlapping 2:4 windows, packed for wgmma.sp.
 

@@ -28,7 +28,7 @@ class Quality:
 
     nll: float = 0.0
     tokens: int = 0
-    top1: list[Tensor] = field(default_factory=list)
+    top1: list[Tensor] = field(default_factory=list, repr=False)
 
     @classmethod
     def sum(cls, parts: Iterable[Quality]) -> Quality:

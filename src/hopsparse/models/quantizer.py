@@ -7,6 +7,7 @@ soon as transformers is there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
 def attach(model: Any, sparse: SparseConfig) -> None:
     """Give a model whose layers became sparse in memory what a loaded one has."""
     config = HopsparseConfig(**sparse.to_json())
+    # A copy: other models may have been made from the same configuration, and stay dense.
+    model.config = deepcopy(model.config)
     model.config.quantization_config = config
     model.hf_quantizer = HopsparseQuantizer(config)
     model.quantization_method = QUANT_METHOD

@@ -284,7 +284,7 @@ def _as_recipe(recipe: object) -> Recipe:
 
 
 def _as_inputs(calibration: object) -> list[Any]:
-    if not isinstance(calibration, Iterable) or isinstance(calibration, str | Mapping):
+    if not isinstance(calibration, Iterable) or isinstance(calibration, str | Mapping | Tensor):
         raise ArgumentError(
             f"a {type(calibration).__name__} as the calibration inputs",
             need="a list of inputs, or () for magnitude pruning",
