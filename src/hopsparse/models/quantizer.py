@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..errors import CheckpointError, UnsupportedError
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
-from ._layers import check_contents, check_stored, make_sparse, stored_specs
+from ._layers import StoredSpecs, check_contents, check_stored, make_sparse, stored_specs
 from .checkpoint import QUANT_METHOD, SparseConfig
 from .rules import replace_module
 from .save import sparse_modules
@@ -89,6 +89,7 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
         check_stored(sparse, stored)
         self._names = make_sparse(model, sparse.modules)
         self._expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self._check_shapes(type(model).__name__, stored)
         self._strict = self._not_stored(model, set(stored))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -99,13 +100,6 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise CheckpointError(
                     f"the shards hold no tensor {name}",
                     need=f"every weight of {type(model).__name__}",
-                    hint="download or write the checkpoint again",
-                )
-            # transformers leaves shapes to the quantizer when there is one.
-            if tensor.shape != self._expected.get(name, tensor.shape):
-                raise CheckpointError(
-                    f"{name} is stored as {list(tensor.shape)}",
-                    need=f"{list(self._expected[name])} for {type(model).__name__}",
                     hint="download or write the checkpoint again",
                 )
         for name in self._names:
@@ -146,6 +140,17 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, SparseLinear):
                 replace_module(model, name, lambda old: _dense(old, dtype))
         return model
+
+    def _check_shapes(self, model_class: str, stored: StoredSpecs) -> None:
+        """Some versions of transformers leave shapes to the quantizer, others report them late."""
+        for name, wanted in self._expected.items():
+            shape = stored[name][0] if name in stored else tuple(wanted)
+            if shape != tuple(wanted):
+                raise CheckpointError(
+                    f"{name} is stored as {list(shape)}",
+                    need=f"{list(wanted)} for {model_class}",
+                    hint="download or write the checkpoint again",
+                )
 
     def _not_stored(self, model: Any, stored: set[str]) -> set[str]:
         """Weights of `model` that must come from the shards and are not there by name.
