@@ -16,7 +16,6 @@ import sys
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +201,6 @@ def probe_profiling() -> dict[str, Any]:
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     allowed = None if found is None else found[1] == "0" or is_root
     return {"ncu": shutil.which("ncu"), "counters_allowed": allowed}
-
-
-def has_module(name: str) -> bool:
-    """Whether `name` can be imported, without importing it."""
-    return find_spec(name) is not None
 
 
 def _version(package: str) -> str | None:

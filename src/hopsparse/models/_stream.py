@@ -89,8 +89,8 @@ def restore_shard(model: nn.Module, folder: Path, shard: RunState.Shard) -> None
     tensors = read_tensors(folder / shard.file)
     for module, entry in shard.entries.items():
         matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
-        parts = {f"{module}.{part}" for part in matrix.PARTS}
-        tensors = {name: value for name, value in tensors.items() if name not in parts}
+        for part in matrix.PARTS:
+            del tensors[f"{module}.{part}"]
         tensors[f"{module}.weight"] = matrix.to_dense()
     for name, value in tensors.items():
         model.get_parameter(name).data.copy_(value)
