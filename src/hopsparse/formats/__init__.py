@@ -27,6 +27,10 @@ from .pattern import NMPattern as NMPattern
 from .pattern import Pattern as Pattern
 from .pattern import Unstructured as Unstructured
 from .pattern import parse_pattern as parse_pattern
+from .scheme import Form as Form
+from .scheme import Scheme as Scheme
+from .scheme import parse_form as parse_form
+from .scheme import parse_scheme as parse_scheme
 from .store import FORMAT_VERSION as FORMAT_VERSION
 from .store import METADATA_KEY as METADATA_KEY
 from .store import read_facts as read_facts

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
+from ..formats.pattern import Pattern
+from ..formats.scheme import Form
+from ..quant import round_weight, weight_scales
 from .compensation import sparsegpt
 from .mask import check_matrix
 from .recipe import LayerReport, Recipe
@@ -57,14 +60,15 @@ def prune_layer(
             f"layer {name} is a {type(layer).__name__}", need="nn.Linear", hint="leave it out"
         )
     shape = (layer.out_features, layer.in_features)
-    text = str(recipe.pattern)
-    if recipe.keeps(name):
-        return LayerReport(name, shape, text, "dense", 1.0, 0.0, 0, None, 0.0, "kept dense")
+    form = recipe.form_of(name)
+    pattern = "dense" if form.pattern is None else str(form.pattern)
+    if form == Form():
+        return LayerReport(name, shape, pattern, "dense", 1.0, 0.0, 0, None, 0.0, "kept dense")
     begin = time.perf_counter()
     usable = statistics if statistics is not None and statistics.tokens else None
     old = layer.weight.detach()
     try:
-        new, damping = _prune(old, usable, recipe)
+        new, damping = _compress(old, form, usable, recipe)
     except HopsparseError as error:
         raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
     if store_dtype is not None:
@@ -76,8 +80,9 @@ def prune_layer(
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
     note = _note(recipe, usable, damping)
+    scheme = "" if form.scheme is None else str(form.scheme)
     return LayerReport(
-        name, shape, text, method, density, error_part, tokens, damping, seconds, note
+        name, shape, pattern, method, density, error_part, tokens, damping, seconds, note, scheme
     )
 
 
@@ -105,12 +110,23 @@ def output_error(old: Tensor, new: Tensor, statistics: Statistics) -> float:
     return float((max(lost, 0.0) / whole) ** 0.5) if whole > 0 else 0.0
 
 
-def _prune(
-    weight: Tensor, statistics: Statistics | None, recipe: Recipe
+def _compress(
+    weight: Tensor, form: Form, statistics: Statistics | None, recipe: Recipe
 ) -> tuple[Tensor, float | None]:
     """The new weight, and the damping that SparseGPT ended up with."""
-    pattern = recipe.parsed_pattern
     check_matrix(weight, "weight")
+    new, damping = weight, None
+    if form.pattern is not None:
+        new, damping = _prune(weight, form.pattern, statistics, recipe)
+    if form.scheme is not None:
+        importance = statistics.input_norm().square() if statistics is not None else None
+        new = round_weight(new, form.scheme, weight_scales(new, form.scheme, importance))
+    return new, damping
+
+
+def _prune(
+    weight: Tensor, pattern: Pattern, statistics: Statistics | None, recipe: Recipe
+) -> tuple[Tensor, float | None]:
     if statistics is None or recipe.method == "magnitude":
         return magnitude(weight, pattern), None
     if recipe.method == "wanda":

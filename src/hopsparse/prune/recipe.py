@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import ArgumentError
 from ..formats.pattern import Pattern, parse_pattern
+from ..formats.scheme import Form, Scheme, parse_form, parse_scheme
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 REFRESH = ("auto", "group", "block")
@@ -31,6 +32,9 @@ class Recipe:
         refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
             `block`: all groups of a block see inputs made by the dense block; `auto`: `block`
             for Wanda, `group` for the others (docs/prune.md has the measurement).
+        scheme: Rounds the kept weights to fewer bits, as a value or as text such as `"int8"`.
+        forms: Glob over full layer names -> form, as a value or as text such as `"6:8+int8"` or
+            `"dense"`; the first that matches replaces `pattern` and `scheme`.
 
     Raises:
         ArgumentError: A value that cannot mean anything.
@@ -49,12 +53,17 @@ class Recipe:
     block_size: int = 128
     refit: int = 10
     refresh: str = "auto"
+    scheme: Scheme | str | None = None
+    forms: Mapping[str, Form | str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
             object.__setattr__(self, "pattern", parse_pattern(self.pattern))
         elif not isinstance(self.pattern, Pattern):
             raise ArgumentError(f"pattern={self.pattern!r}", need="a pattern", hint='pattern="2:4"')
+        if isinstance(self.scheme, str):
+            object.__setattr__(self, "scheme", parse_scheme(self.scheme))
+        object.__setattr__(self, "forms", _forms(self.forms))
         object.__setattr__(self, "keep", _globs(self.keep))
         _check_choice("method", self.method, METHODS)
         _check_choice("refresh", self.refresh, REFRESH)
@@ -76,13 +85,28 @@ class Recipe:
         return "block" if self.method == "wanda" else "group"
 
     def keeps(self, name: str) -> bool:
-        """Whether the layer of this full name stays dense."""
-        return any(fnmatchcase(name, glob) for glob in self.keep)
+        """Whether the layer of this full name stays as it is."""
+        return self.form_of(name) == Form()
+
+    def form_of(self, name: str) -> Form:
+        """What becomes of the layer of this full name; `Form()` leaves it alone."""
+        if any(fnmatchcase(name, glob) for glob in self.keep):
+            return Form()
+        for glob, form in self.forms.items():
+            if fnmatchcase(name, glob):
+                return parse_form(form) if isinstance(form, str) else form
+        scheme = parse_scheme(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        return Form(self.parsed_pattern, scheme)
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""
         facts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return facts | {"pattern": str(self.pattern), "keep": list(self.keep)}
+        return facts | {
+            "pattern": str(self.pattern),
+            "scheme": None if self.scheme is None else str(self.scheme),
+            "forms": {glob: str(form) for glob, form in self.forms.items()},
+            "keep": list(self.keep),
+        }
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Recipe:
@@ -111,7 +135,7 @@ class LayerReport:
     Args:
         name: Full name of the layer.
         shape: (out, k) of its weight.
-        pattern: The pattern asked for, as text.
+        pattern: The pattern asked for, as text; "dense" where all entries may stay.
         method: The method that ran: `magnitude` where statistics were missing, `dense` if kept.
         density: Part of the entries that the pattern keeps and that are not zero.
         output_error: ‖X (W - W')ᵀ‖_F / ‖X Wᵀ‖_F over the calibration tokens; None if not measured.
@@ -119,6 +143,7 @@ class LayerReport:
         damping: The damping that SparseGPT used in the end; None for other methods.
         seconds: Time to prune the layer, statistics excluded.
         note: Anything out of the ordinary, or empty.
+        scheme: What the weights were rounded to, as text, or empty.
     """
 
     name: str
@@ -131,6 +156,7 @@ class LayerReport:
     damping: float | None
     seconds: float
     note: str = ""
+    scheme: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -141,6 +167,14 @@ def _globs(value: object) -> tuple[str, ...]:
     if isinstance(value, (list, tuple)) and all(isinstance(glob, str) for glob in value):
         return tuple(value)
     raise ArgumentError(f"keep={value!r}", need="a tuple of globs", hint='keep=("lm_head",)')
+
+
+def _forms(value: object) -> dict[str, Form]:
+    if not isinstance(value, Mapping) or not all(isinstance(glob, str) for glob in value):
+        raise ArgumentError(
+            f"forms={value!r:.80}", need="a map from globs to forms", hint='forms={"*.0.*": "6:8"}'
+        )
+    return {g: form if isinstance(form, Form) else parse_form(form) for g, form in value.items()}
 
 
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:

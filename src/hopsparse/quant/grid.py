@@ -1,0 +1,144 @@
+"""The numbers that a scheme can hold, and the scales that put a weight on them.
+
+All grids are symmetric around an exact zero, so a pruned weight stays pruned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..formats.scheme import Scheme
+
+#: Largest magnitude that a scale maps its group's largest entry to; int4 also holds -8.
+LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+_LEAST = {"int8": -127.0, "int4": -8.0}
+# Shrinking the range costs the few largest entries and serves the many small ones.
+_CLIPS = tuple(1 - step / 40 for step in range(16))
+
+
+def scale_dtype(scheme: Scheme) -> torch.dtype:
+    """What weight scales are stored in: float32 for a row, 16 bits where there are many."""
+    return torch.bfloat16 if scheme.group else torch.float32
+
+
+def groups_of(k: int, scheme: Scheme) -> int:
+    """How many scales a row of k weights has; the last group may be shorter."""
+    return -(-k // scheme.group) if scheme.group else 1
+
+
+def weight_scales(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Tensor:
+    """Scales under which `weight` loses least, rounded to what a checkpoint stores.
+
+    For int4 the range of each group is shrunk to where the squared error, weighted by
+    `importance`, is least (16 candidates down to 0.625 of the largest entry); 8-bit grids keep
+    the largest entry exactly.
+
+    Args:
+        weight: [out, k], floating, finite; zeros do not count.
+        scheme: The scheme.
+        importance: [k] weight of each column in the error, such as the mean square of its input.
+
+    Returns:
+        [out, groups] float32, all positive.
+
+    Example:
+        >>> weight_scales(torch.tensor([[127.0, -2.0]]), Scheme("int8"))
+        tensor([[1.]])
+    """
+    values = _grouped(weight.float(), scheme)
+    peak = values.abs().amax(-1) / LARGEST[scheme.weights]
+    best = _storable(peak, scheme)
+    if scheme.weights != "int4":
+        return best
+    cost = torch.ones(weight.shape[1]) if importance is None else importance.float()
+    cost = _grouped(cost.to(weight.device).unsqueeze(0), scheme)
+    least = torch.full_like(peak, torch.inf)
+    for clip in _CLIPS:
+        scales = _storable(peak * clip, scheme)
+        gap = round_to(values, scales.unsqueeze(-1), scheme.weights) - values
+        error = gap.square_().mul_(cost).sum(-1)
+        better = error < least
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    return best
+
+
+def round_to(values: Tensor, scales: Tensor, weights: str) -> Tensor:
+    """The nearest representable numbers, `codes * scales`, in float32; halves go to even.
+
+    Args:
+        values: Any shape.
+        scales: Broadcasts against it; positive.
+        weights: `int8`, `fp8` or `int4`.
+
+    Example:
+        >>> round_to(torch.tensor([0.6, -9.0]), torch.tensor(1.0), "int4").tolist()
+        [1.0, -8.0]
+    """
+    return to_codes(values, scales, weights).mul_(scales)
+
+
+def to_codes(values: Tensor, scales: Tensor, weights: str) -> Tensor:
+    """The stored numbers as float32: integers, or E4M3 values; -0 becomes 0."""
+    scaled = values.float() / scales
+    if weights == "fp8":
+        limit = LARGEST["fp8"]
+        scaled = scaled.clamp_(-limit, limit).to(torch.float8_e4m3fn).float()
+    else:
+        scaled = scaled.round_().clamp_(_LEAST[weights], LARGEST[weights])
+    return scaled.add_(0.0)
+
+
+def round_weight(weight: Tensor, scheme: Scheme, scales: Tensor | None = None) -> Tensor:
+    """`weight` rounded to nearest under a scheme, in its own dtype; zeros stay zero.
+
+    Args:
+        weight: [out, k].
+        scheme: The scheme.
+        scales: [out, groups]; those of `weight_scales(weight, scheme)` when None.
+
+    Raises:
+        ArgumentError: Scales of another shape.
+
+    Example:
+        >>> round_weight(torch.tensor([[7.0, 0.4, 0.0]]), Scheme("int4", 32))
+        tensor([[7., 0., 0.]])
+    """
+    scales = weight_scales(weight, scheme) if scales is None else scales
+    return round_to(weight, expand_scales(scales, weight.shape[1], scheme), scheme.weights).to(
+        weight.dtype
+    )
+
+
+def expand_scales(scales: Tensor, k: int, scheme: Scheme) -> Tensor:
+    """[out, groups] -> [out, k], or [out, 1] where a row has one scale.
+
+    Raises:
+        ArgumentError: Another number of groups than a row of k has.
+    """
+    groups = groups_of(k, scheme)
+    if scales.dim() != 2 or scales.shape[1] != groups:
+        raise ArgumentError(
+            f"scales of shape {list(scales.shape)} for k = {k} under {scheme}",
+            need=f"[out, {groups}]",
+            hint="weight_scales(weight, scheme)",
+        )
+    if not scheme.group:
+        return scales.float()
+    return scales.float().repeat_interleave(scheme.group, dim=1)[:, :k]
+
+
+def _grouped(matrix: Tensor, scheme: Scheme) -> Tensor:
+    """[rows, groups, group], the last group filled up with zeros."""
+    rows, k = matrix.shape
+    width = scheme.group or k
+    missing = groups_of(k, scheme) * width - k
+    return torch.nn.functional.pad(matrix, (0, missing)).view(rows, -1, width)
+
+
+def _storable(scales: Tensor, scheme: Scheme) -> Tensor:
+    """Rounded to the stored dtype; a group of zeros gets 1, and no scale rounds to zero."""
+    tiny = torch.finfo(scale_dtype(scheme)).tiny
+    stored = scales.clamp(min=tiny).to(scale_dtype(scheme)).float()
+    return torch.where(scales > 0, stored, torch.ones_like(stored))
