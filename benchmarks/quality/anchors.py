@@ -121,9 +121,9 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
             inputs,
             recipe,
             prefix=f"model.layers.{index}.",
-            # Before the layer runs, so that later layers see what a checkpoint can hold.
-            on_layer=lambda report: round_weights(model.get_submodule(report.name)),
             then_advance=needs and not last and options.fused,
+            # Before the layer runs, so that later layers see what a checkpoint can hold.
+            store_dtype=torch.bfloat16,
         )
         if inputs is not None and not last and not options.fused:
             advance(block, inputs)

@@ -34,6 +34,7 @@ def prune_layer(
     recipe: Recipe,
     *,
     store_dtype: torch.dtype | None = None,
+    scales_out: dict[str, Tensor] | None = None,
 ) -> LayerReport:
     """Replace the weight of one nn.Linear in place.
 
@@ -45,7 +46,10 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
-        store_dtype: Round the new weight to what this dtype holds; the layer's own when None.
+        store_dtype: Round the new weight to what this dtype holds; the layer's own when None. A
+            weight on the grid of a scheme stays on it.
+        scales_out: Where the form has a scheme, `scales_out[name]` becomes the scales
+            [out, groups], float32.
 
     Raises:
         ArgumentError: Not an nn.Linear, or its weight is not finite.
@@ -68,10 +72,12 @@ def prune_layer(
     usable = statistics if statistics is not None and statistics.tokens else None
     old = layer.weight.detach()
     try:
-        new, damping = _compress(old, form, usable, recipe)
+        new, damping, scales = _compress(old, form, usable, recipe)
     except HopsparseError as error:
         raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
-    if store_dtype is not None:
+    if scales is not None and scales_out is not None:
+        scales_out[name] = scales
+    if store_dtype is not None and scales is None:
         new = new.to(store_dtype).to(old.dtype)
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable) if usable else None
@@ -112,16 +118,17 @@ def output_error(old: Tensor, new: Tensor, statistics: Statistics) -> float:
 
 def _compress(
     weight: Tensor, form: Form, statistics: Statistics | None, recipe: Recipe
-) -> tuple[Tensor, float | None]:
-    """The new weight, and the damping that SparseGPT ended up with."""
+) -> tuple[Tensor, float | None, Tensor | None]:
+    """The new weight, the damping that SparseGPT ended up with, and the scales of a scheme."""
     check_matrix(weight, "weight")
-    new, damping = weight, None
+    new, damping, scales = weight, None, None
     if form.pattern is not None:
         new, damping = _prune(weight, form.pattern, statistics, recipe)
     if form.scheme is not None:
         importance = statistics.input_norm().square() if statistics is not None else None
-        new = round_weight(new, form.scheme, weight_scales(new, form.scheme, importance))
-    return new, damping
+        scales = weight_scales(new, form.scheme, importance)
+        new = round_weight(new, form.scheme, scales)
+    return new, damping, scales
 
 
 def _prune(

@@ -21,8 +21,6 @@ from .layer import new_statistics, prune_layer
 from .recipe import LayerReport, Recipe
 from .statistics import Gatherer, Statistics, StopForward, layer_input, tensor_version
 
-OnLayer = Callable[[LayerReport], None]
-
 
 @dataclass
 class Activations:
@@ -101,9 +99,9 @@ def prune_block(
     recipe: Recipe,
     *,
     prefix: str = "",
-    on_layer: OnLayer | None = None,
     then_advance: bool = False,
     store_dtype: torch.dtype | None = None,
+    scales_out: dict[str, Tensor] | None = None,
 ) -> list[LayerReport]:
     """Prune the layers of one block in place.
 
@@ -120,10 +118,12 @@ def prune_block(
         activations: The block's inputs; None only for magnitude (then no output error).
         recipe: What to do. `recipe.keep` sees `prefix + name`.
         prefix: Put before each name in reports.
-        on_layer: Called after each layer.
         then_advance: Also do `advance(block, activations)`, in the same forward where possible.
         store_dtype: Round new weights to what this dtype holds, before they are run: for a block
-            that computes in float32 and is stored in 16 bits.
+            that computes in float32 and is stored in 16 bits. Weights on the grid of a scheme
+            stay on it.
+        scales_out: Filled with the scales [out, groups] of each layer that has a scheme, by
+            `prefix + name`.
 
     Returns:
         One report a layer, in the order of `groups`.
@@ -139,7 +139,7 @@ def prune_block(
         [0.5, 0.5]
     """
     layers = _find_layers(block, groups)
-    work = _Work(block, layers, recipe, prefix, on_layer, store_dtype)
+    work = _Work(block, layers, recipe, prefix, store_dtype, scales_out)
     if activations is None and (recipe.method != "magnitude" or then_advance):
         raise ArgumentError(
             f"method {recipe.method} without activations",
@@ -180,17 +180,20 @@ class _Work:
     layers: Mapping[str, nn.Module]
     recipe: Recipe
     prefix: str
-    on_layer: OnLayer | None
     store_dtype: torch.dtype | None
+    scales_out: dict[str, Tensor] | None
     reports: dict[str, LayerReport] = field(default_factory=dict)
 
     def prune(self, name: str, statistics: Statistics | None) -> None:
         full = self.prefix + name
         self.reports[name] = prune_layer(
-            full, self.layers[name], statistics, self.recipe, store_dtype=self.store_dtype
+            full,
+            self.layers[name],
+            statistics,
+            self.recipe,
+            store_dtype=self.store_dtype,
+            scales_out=self.scales_out,
         )
-        if self.on_layer:
-            self.on_layer(self.reports[name])
 
     def wanted(self, names: Sequence[str]) -> dict[str, nn.Module]:
         """By full name, the layers that need statistics: not those that stay dense."""
