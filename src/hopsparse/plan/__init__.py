@@ -1,5 +1,20 @@
-"""What will run, as pure values: which GPU is planned for. Standard library only."""
+"""What will run, as pure values: which GPU, and which form each layer. Standard library only."""
 
+from .model_plan import OBJECTIVES, ModelPlan
+from .solve import Front, Option, Point, Solution, solve
 from .target import TARGETS, Peak, Target, mig_slice, target
 
-__all__ = ["TARGETS", "Peak", "Target", "mig_slice", "target"]
+__all__ = [
+    "OBJECTIVES",
+    "TARGETS",
+    "Front",
+    "ModelPlan",
+    "Option",
+    "Peak",
+    "Point",
+    "Solution",
+    "Target",
+    "mig_slice",
+    "solve",
+    "target",
+]
