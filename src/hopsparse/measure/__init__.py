@@ -1,14 +1,23 @@
 """How long things take and how wrong they are: today, predicted time on a GPU."""
 
-from .roofline import Choice, Prediction, Product, Total, choose, floor_us, predict, whole_model
+from .decode import Decoder, DecodeStep, PartCost, Workload, decode_step, layer_cost
+from .product import Product, weight_bytes
+from .roofline import Choice, Prediction, Total, choose, floor_us, predict, whole_model
 
 __all__ = [
     "Choice",
+    "DecodeStep",
+    "Decoder",
+    "PartCost",
     "Prediction",
     "Product",
     "Total",
+    "Workload",
     "choose",
+    "decode_step",
     "floor_us",
+    "layer_cost",
     "predict",
+    "weight_bytes",
     "whole_model",
 ]

@@ -4,35 +4,20 @@ Everything here is a prediction, and none of it was measured with our kernels: a
 which part of the card's ceiling the best peer reached in `bfloat16`, `float8` or `int8` on one
 H200 (`REACHED`, from the rows of benchmarks/results/h200/peers_anchors.jsonl). The model is
 `fixed + max(memory, compute)`; docs/ops/spmm_nm.md says how far it is off those rows, by dtype,
-and a test computes that table again.
+and a test computes that table again. No peer was timed with 4-bit weights: a product that widens
+them is taken to reach what the product of its inputs' type reaches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from ..errors import ArgumentError
-from ..formats.nm import NM, packed_k
-from ..formats.pattern import BlockPattern, NMPattern, parse_pattern
 from ..plan import Peak, Target
+from .product import FAMILY, Product, Work, work
 
 Bound = Literal["memory", "compute"]
-
-_FAMILY = {
-    "bfloat16": "half",
-    "float16": "half",
-    "float8_e4m3fn": "float8",
-    "float8_e5m2": "float8",
-    "int8": "int8",
-}
-# A product with fewer output tiles than SMs leaves SMs idle; 64 x 64 is the smallest tile whose
-# wgmma instruction still runs at a useful rate.
-_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -68,42 +53,6 @@ REACHED = {
     ("bsr", "float8"): Reached(bandwidth=0.09, compute=0.29, fixed_us=70.0),
     ("bsr", "int8"): Reached(bandwidth=0.09, compute=0.29, fixed_us=70.0),
 }
-
-
-@dataclass(frozen=True)
-class Product:
-    """One layer as the model sees it.
-
-    Attributes:
-        shape: [out, k] of the weight.
-        dtype: `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2` or `int8`.
-        fmt: How the weight is stored: `dense` or a name from `hopsparse.formats.FORMATS`.
-        pattern: Its pattern, as text; needed by `nm` and `bsr`.
-        density: Kept part of the blocks; used by `bsr`.
-    """
-
-    shape: tuple[int, int]
-    dtype: str = "bfloat16"
-    fmt: str = "dense"
-    pattern: str = ""
-    density: float = 1.0
-
-    def __post_init__(self) -> None:
-        if min(self.shape) < 1:
-            raise ArgumentError(
-                f"layer of {list(self.shape)}", need="[out, k], both positive", hint="[4096, 4096]"
-            )
-        if self.dtype not in _FAMILY:
-            raise ArgumentError(
-                f"dtype {self.dtype!r}",
-                need="one of " + ", ".join(_FAMILY),
-                hint="bfloat16, which tensor cores were measured with",
-            )
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one value."""
-        return 2 if _FAMILY[self.dtype] == "half" else 1
 
 
 @dataclass(frozen=True)
@@ -180,9 +129,7 @@ def predict(product: Product, tokens: int, target: Target) -> Prediction:
         >>> predict(layer, 4096, TARGETS["h200"]).bound
         'compute'
     """
-    if tokens < 1:
-        raise ArgumentError(f"{tokens} tokens", need="at least one", hint="tokens=16")
-    return _time(_work(product, tokens), product, target)
+    return _time(work(product, tokens), product, target)
 
 
 def floor_us(product: Product, tokens: int, target: Target) -> float:
@@ -196,24 +143,22 @@ def floor_us(product: Product, tokens: int, target: Target) -> float:
         >>> round(floor_us(layer, 16, TARGETS["h200"]), 1)
         4.4
     """
-    work = _work(product, tokens)
+    least = work(product, tokens)
     return 1e6 * max(
-        work.bytes / target.read_bandwidth,
-        work.flops / _peaks(work, target)[product.dtype].sustained,
+        least.bytes / target.read_bandwidth,
+        least.flops / _peaks(least, target)[product.compute_dtype].sustained,
     )
 
 
 def choose(product: Product, tokens: int, target: Target) -> Choice:
-    """Predict `product` as stored and as dense.
+    """Predict `product` as stored and as dense in the same scheme.
 
     Example:
         >>> from hopsparse.plan import TARGETS
         >>> choose(Product((576, 576), fmt="nm", pattern="2:4"), 1, TARGETS["h200"]).chosen.plan
         'dense'
     """
-    return Choice(
-        _time(_dense_work(product, tokens), product, target), predict(product, tokens, target)
-    )
+    return Choice(predict(product.as_dense(), tokens, target), predict(product, tokens, target))
 
 
 def whole_model(products: Sequence[Product], tokens: Iterable[int], target: Target) -> list[Total]:
@@ -239,94 +184,22 @@ def whole_model(products: Sequence[Product], tokens: Iterable[int], target: Targ
     return totals
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a plan has to do for one product, before any GPU is named."""
-
-    plan: str
-    bytes: int
-    flops: float
-    tiles: int
-    launches: int = 1
-    note: str = ""
+def _peaks(done: Work, target: Target) -> Mapping[str, Peak]:
+    return target.sparse_peak if done.plan == "nm" else target.dense_peak
 
 
-def _work(product: Product, tokens: int) -> _Work:
-    if product.fmt == "nm":
-        return _nm_work(product, tokens)
-    if product.fmt == "bsr":
-        return _bsr_work(product, tokens)
-    dense = _dense_work(product, tokens)
-    if product.fmt == "dense":
-        return dense
-    return replace(dense, note=f"no kernel for {product.fmt} yet: runs as the dense product")
-
-
-def _peaks(work: _Work, target: Target) -> Mapping[str, Peak]:
-    return target.sparse_peak if work.plan == "nm" else target.dense_peak
-
-
-def _dense_work(product: Product, tokens: int) -> _Work:
-    out, k = product.shape
-    moved = out * k * product.itemsize + _activation_bytes(product, tokens)
-    return _Work("dense", moved, 2.0 * tokens * out * k, _tiles(out, tokens))
-
-
-def _nm_work(product: Product, tokens: int) -> _Work:
-    out, k = product.shape
-    pattern = parse_pattern(product.pattern)
-    if not isinstance(pattern, NMPattern):
-        raise ArgumentError(f"pattern {pattern} in nm", need="an N:M pattern", hint="2:4")
-    dtype = getattr(torch, product.dtype)
-    specs = NM.part_specs(product.shape, dtype, {"pattern": str(pattern)})
-    moved = sum(math.prod(shape) * part.itemsize for shape, part in specs.values())
-    moved += _activation_bytes(product, tokens)
-    columns = packed_k(k, pattern)
-    work = _Work("nm", moved, 2.0 * tokens * out * columns, _tiles(out, tokens))
-    if pattern.m == 4:
-        return work
-    # Windows overlap, so x is gathered first: packed k columns written, then read instead of k.
-    return replace(
-        work,
-        bytes=moved + 2 * tokens * columns * product.itemsize,
-        launches=2,
-        note=f"k grows from {k} to {columns} columns of overlapping windows; x is gathered first",
-    )
-
-
-def _bsr_work(product: Product, tokens: int) -> _Work:
-    out, k = product.shape
-    pattern = parse_pattern(product.pattern)
-    if not isinstance(pattern, BlockPattern):
-        raise ArgumentError(f"pattern {pattern} in bsr", need="a block pattern", hint="block:32x32")
-    kept = round(math.ceil(out / pattern.rows) * math.ceil(k / pattern.cols) * product.density)
-    entries = kept * pattern.rows * pattern.cols
-    moved = entries * product.itemsize + 4 * kept + _activation_bytes(product, tokens)
-    return _Work("bsr", moved, 2.0 * tokens * entries, _tiles(out, tokens))
-
-
-def _time(work: _Work, product: Product, target: Target) -> Prediction:
-    reached = REACHED[work.plan, _FAMILY[product.dtype]]
-    peaks = _peaks(work, target)
-    busy = min(1.0, work.tiles / target.sm_count)
-    memory_us = 1e6 * work.bytes / (target.read_bandwidth * reached.bandwidth)
-    compute_us = 1e6 * work.flops / (peaks[product.dtype].sustained * reached.compute * busy)
-    fixed_us = reached.fixed_us + (work.launches - 1) * target.launch_us
+def _time(done: Work, product: Product, target: Target) -> Prediction:
+    reached = REACHED[done.plan, FAMILY[product.compute_dtype]]
+    peak = _peaks(done, target)[product.compute_dtype].sustained
+    busy = min(1.0, done.tiles / target.sm_count)
+    memory_us = 1e6 * done.bytes / (target.read_bandwidth * reached.bandwidth)
+    compute_us = 1e6 * done.flops / (peak * reached.compute * busy)
+    fixed_us = reached.fixed_us + (done.launches - 1) * target.launch_us
     return Prediction(
-        plan=work.plan,
-        bytes=work.bytes,
-        flops=work.flops,
+        plan=done.plan,
+        bytes=done.bytes,
+        flops=done.flops,
         time_us=fixed_us + max(memory_us, compute_us),
         bound="memory" if memory_us >= compute_us else "compute",
-        note=work.note,
+        note=done.note,
     )
-
-
-def _activation_bytes(product: Product, tokens: int) -> int:
-    # x has the dtype of the weight; results are written in 16 bits, by 8-bit products too.
-    out, k = product.shape
-    return tokens * (k * product.itemsize + out * 2)
-
-
-def _tiles(out: int, tokens: int) -> int:
-    return math.ceil(out / _TILE) * math.ceil(tokens / _TILE)
