@@ -1,4 +1,4 @@
-"""What is stored: N:M, BSR, CSR, CSC, HYB and bitmask matrices, and their conversions."""
+"""What is stored: N:M, BSR, CSR, CSC, HYB, bitmask, dense, fewer bits, and conversions."""
 
 from ._base import VALUE_DTYPES as VALUE_DTYPES
 from ._base import Attribute as Attribute
@@ -15,6 +15,7 @@ from .convert import format_named as format_named
 from .convert import storage_for as storage_for
 from .csr import CSC as CSC
 from .csr import CSR as CSR
+from .dense import Dense as Dense
 from .facts import MatrixFacts as MatrixFacts
 from .facts import describe_matrix as describe_matrix
 from .facts import restore_matrix as restore_matrix
@@ -27,6 +28,8 @@ from .pattern import NMPattern as NMPattern
 from .pattern import Pattern as Pattern
 from .pattern import Unstructured as Unstructured
 from .pattern import parse_pattern as parse_pattern
+from .quantized import Quantized as Quantized
+from .quantized import stored_named as stored_named
 from .scheme import Form as Form
 from .scheme import Scheme as Scheme
 from .scheme import parse_form as parse_form

@@ -55,6 +55,8 @@ class SparseMatrix(ABC):
     PARTS: ClassVar[tuple[str, ...]]
     #: The part that holds the kept numbers.
     VALUES: ClassVar[str] = "values"
+    #: All parts that hold some of them.
+    VALUE_PARTS: ClassVar[tuple[str, ...]] = ("values",)
 
     @classmethod
     @abstractmethod
@@ -77,6 +79,11 @@ class SparseMatrix(ABC):
         """Shape and dtype of each part, from facts alone: what a loader allocates."""
 
     @classmethod
+    def part_names(cls, attributes: Mapping[str, Attribute]) -> tuple[str, ...]:
+        """The parts of a matrix with these attributes, in the order of the specification."""
+        return cls.PARTS
+
+    @classmethod
     @abstractmethod
     def from_parts(
         cls,
@@ -91,12 +98,15 @@ class SparseMatrix(ABC):
         """JSON facts that `part_specs` and `from_parts` need besides shape and dtype."""
 
     def __repr__(self) -> str:
-        facts = ", ".join(f"{key}={value}" for key, value in self.attributes().items())
+        facts = [f"{self.shape[0]} x {self.shape[1]}", self.facts_text()]
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {facts}, {dtype}, "
-            f"{self.nbytes} bytes)"
-        )
+        shown = ", ".join([*filter(None, facts), dtype, f"{self.nbytes} bytes"])
+        return f"{type(self).__name__}({shown})"
+
+    def facts_text(self) -> str:
+        """The attributes in one line; the dtype is for the reader to add."""
+        facts = self.attributes().items()
+        return ", ".join(f"{key}={value}" for key, value in facts if key != "dtype")
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
@@ -104,7 +114,11 @@ class SparseMatrix(ABC):
 
     def map_parts(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Apply `fn` to every part, as `.to()` and `.clone()` do."""
-        changed: dict[str, Any] = {part: fn(tensor) for part, tensor in self.parts().items()}
+        return self.with_parts({part: fn(tensor) for part, tensor in self.parts().items()})
+
+    def with_parts(self, parts: Mapping[str, Any]) -> Self:
+        """The same facts around other tensors of the same shapes."""
+        changed: dict[str, Any] = dict(parts)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> Self:
@@ -145,8 +159,9 @@ class SparseMatrix(ABC):
         check_shape(self.shape)
         check_dtype(self.dtype)
         specs = self.part_specs(self.shape, self.dtype, self.attributes())
+        parts = self.parts()
         for part, (shape, dtype) in specs.items():
-            tensor = getattr(self, part)
+            tensor = parts[part]
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise FormatError(
                     f"{self.name} part {part!r} is {_describe(tensor)}",

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ._base import SparseMatrix
+from ._kinds import FORMATS as FORMATS
+from ._kinds import format_named as format_named
 from ._windows import windows_of
 from .bitmask import Bitmask
 from .bsr import BSR
@@ -14,30 +16,11 @@ from .csr import CSC, CSR, transposed
 from .hyb import HYB
 from .nm import NM
 from .pattern import BlockPattern, NMPattern, Pattern, as_nm_pattern
-
-#: The class of each format token.
-FORMATS: dict[str, type[SparseMatrix]] = {
-    kind.name: kind for kind in (NM, BSR, CSR, CSC, HYB, Bitmask)
-}
+from .quantized import Quantized
 
 _BSR_SIDES = (16, 32, 64, 128)
 # Working memory of `transposed`: a sort order, line numbers and their gathered copies.
 _TRANSPOSE_BYTES_PER_ENTRY = 24
-
-
-def format_named(fmt: str) -> type[SparseMatrix]:
-    """The class of a format token.
-
-    Raises:
-        ArgumentError: No such format.
-
-    Example:
-        >>> format_named("csr").__name__
-        'CSR'
-    """
-    if not isinstance(fmt, str) or fmt not in FORMATS:
-        raise ArgumentError(f"format {fmt!r}", need="one of " + ", ".join(FORMATS), hint='"nm"')
-    return FORMATS[fmt]
 
 
 def storage_for(pattern: Pattern, shape: tuple[int, int]) -> str:
@@ -73,6 +56,8 @@ def convert(
 ) -> SparseMatrix:
     """Store the same matrix in another format; exact, nothing is pruned.
 
+    A `Quantized` matrix stays one: its codes are stored as wanted, under the same scales.
+
     Values may be shared with `matrix`. At most one dense copy is alive on the way, and none
     between csr, hyb and bitmask (docs/formats.md has the table).
 
@@ -93,6 +78,9 @@ def convert(
     if not isinstance(matrix, SparseMatrix):
         got = f"a {type(matrix).__name__} to convert"
         raise ArgumentError(got, need="a stored matrix", hint="NM.from_dense(dense)")
+    if isinstance(matrix, Quantized):
+        codes = convert(matrix.codes(), fmt, pattern=pattern, block=block)
+        return Quantized.of(codes, matrix.scales, matrix.scheme, matrix.dtype, matrix.input_scale)
     target = format_named(fmt)
     wanted = _check_options(fmt, pattern, block)
     if type(matrix) is target and _unchanged(matrix, wanted, block):

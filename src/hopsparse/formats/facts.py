@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ._base import VALUE_DTYPES, Attribute, PartSpec, SparseMatrix
-from .convert import format_named
+from .quantized import Quantized, stored_named
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in VALUE_DTYPES}
 _RESTORE = "restore the file from its source, or write it again"
@@ -22,9 +22,10 @@ class MatrixFacts:
     """How a matrix is stored.
 
     Attributes:
-        format: A key of `hopsparse.formats.FORMATS`.
+        format: A key of `hopsparse.formats.FORMATS`, or "quantized".
         shape: Logical [rows, cols]; [out_features, k] of a weight.
-        dtype: Name of the values' torch dtype, such as "bfloat16".
+        dtype: Name of the values' torch dtype, such as "bfloat16"; where they are quantized, of
+            the dtype that they stand for.
         attributes: Facts that the format needs besides shape and dtype.
     """
 
@@ -61,7 +62,7 @@ class MatrixFacts:
                 need="a dtype among " + ", ".join(_DTYPES) + ", and an object of plain values",
                 hint=_RESTORE,
             )
-        kind = format_named(str(value.get("format")))
+        kind = stored_named(str(value.get("format")))
         rows, cols = shape  # type: ignore[misc]
         facts = cls(kind.name, (rows, cols), str(dtype), dict(attributes))  # type: ignore[arg-type]
         facts.part_specs()
@@ -84,11 +85,27 @@ class MatrixFacts:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts."""
-        return format_named(self.format).PARTS
+        return stored_named(self.format).part_names(self.attributes)
+
+    @property
+    def stored_as(self) -> str:
+        """The format of the values: of the codes, where they are quantized."""
+        quantized = self.format == Quantized.name
+        return str(self.attributes["codes"]) if quantized else self.format
+
+    @property
+    def scheme(self) -> str:
+        """What values are rounded to, as text, or ""."""
+        return str(self.attributes["scheme"]) if self.format == Quantized.name else ""
+
+    @property
+    def values_part(self) -> str:
+        """The part that holds the values."""
+        return stored_named(self.stored_as).VALUES
 
     def part_specs(self) -> dict[str, PartSpec]:
         """Shape and dtype of each part."""
-        kind = format_named(self.format)
+        kind = stored_named(self.format)
         return kind.part_specs(self.shape, self.torch_dtype, self.attributes)
 
     def restore(self, parts: Mapping[str, Tensor]) -> SparseMatrix:
@@ -112,7 +129,7 @@ class MatrixFacts:
                     need=f"{dtype} {list(size)}, as the facts of the {self.format} matrix say",
                     hint=_RESTORE,
                 )
-        return format_named(self.format).from_parts(self.shape, parts, self.attributes)
+        return stored_named(self.format).from_parts(self.shape, parts, self.attributes)
 
 
 def describe_matrix(matrix: SparseMatrix) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class HYB(SparseMatrix):
         "tail_cols",
     )
     VALUES: ClassVar[str] = "ell_values"
+    VALUE_PARTS: ClassVar[tuple[str, ...]] = ("ell_values", "tail_values")
 
     @classmethod
     def from_dense(cls, dense: Tensor) -> Self:

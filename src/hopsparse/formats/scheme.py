@@ -65,6 +65,20 @@ class Scheme:
         """Bits of one stored weight, scales aside."""
         return _BITS[self.weights]
 
+    def describe(self) -> str:
+        """What is rounded and how, as a clause.
+
+        Example:
+            >>> Scheme("int8", activations="int8").describe()
+            'int8 weights, inputs rounded per token'
+        """
+        text = f"{self.weights} weights" + (f" by groups of {self.group}" if self.group else "")
+        if self.activations == "none":
+            return text
+        to = "" if self.activations == self.weights else f" to {self.activations}"
+        how = "by one measured scale" if self.static else "per token"
+        return f"{text}, inputs rounded{to} {how}"
+
     def __str__(self) -> str:
         text = self.weights
         if self.group != _DEFAULT_GROUP[self.weights] or self.weights == "int4":

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..errors import ArgumentError, CheckpointError, FormatError
 from ..files import open_tensors, unreadable, written_whole
 from ._base import SparseMatrix
-from .convert import FORMATS
-from .facts import describe_matrix, restore_matrix
+from .facts import MatrixFacts, describe_matrix, restore_matrix
 
 #: The metadata key that holds the facts.
 METADATA_KEY = "hopsparse"
@@ -148,8 +147,11 @@ class _Reader:
         return matrix
 
     def _keys_of(self, name: str) -> dict[str, str]:
-        kind = FORMATS.get(str(self.facts[name].get("format")))
-        return {part: f"{name}.{part}" for part in kind.PARTS} if kind else {}
+        try:
+            facts = MatrixFacts.parse(self.facts[name])
+        except (FormatError, ArgumentError):  # Said when the matrix is read.
+            return {}
+        return {part: f"{name}.{part}" for part in facts.parts}
 
     def _tensor(self, key: str) -> Tensor:
         try:

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError, FormatError
-from ..formats import BSR, Attribute, SparseMatrix, format_named, parse_pattern
+from ..formats import (
+    BSR,
+    Attribute,
+    Quantized,
+    SparseMatrix,
+    format_named,
+    parse_pattern,
+    stored_named,
+)
 from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
 from ..ops._product import (
@@ -30,6 +38,7 @@ from ..ops._product import (
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
+from ..quant import fake_inputs, round_inputs
 
 # The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
@@ -53,6 +62,10 @@ class SparseLinear(nn.Module):
     `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead.
     So do compiled calls, values that need a gradient, and parts made in inference mode, whose
     changes torch does not count.
+
+    A `Quantized` matrix is multiplied as codes * scales, in float32 where x is float32 and rounded
+    to the dtype of x otherwise, with inputs that its scheme rounds first (docs/quant.md). A cast
+    changes the dtype that it stands for and touches neither codes nor scales.
 
     `load_state_dict` refuses parts on the CPU that break the format, but parts of another matrix
     may be legal here: those of a 4:6 [8, 48] are those of a 2:4 [8, 64]. `torch.export` of a bare
@@ -151,7 +164,7 @@ class SparseLinear(nn.Module):
         Args:
             shape: [out_features, in_features].
             dtype: Of the values and the bias.
-            fmt: Token of a format.
+            fmt: Token of a format, or "quantized".
             attributes: Facts of that format, such as {"pattern": "2:4"}.
             bias: Whether there is one.
             device: Where; None is torch's default.
@@ -165,7 +178,7 @@ class SparseLinear(nn.Module):
             SparseLinear(in_features=8, out_features=4, bias=False, nm(pattern=2:4), bfloat16, \
 4608 bytes)
         """
-        kind = format_named(fmt)
+        kind = stored_named(fmt)
         check_shape(shape)
         check_dtype(dtype)
         specs = kind.part_specs(shape, dtype, attributes)
@@ -179,8 +192,7 @@ class SparseLinear(nn.Module):
     @property
     def matrix(self) -> SparseMatrix:
         """The weight; shares the tensors of this module."""
-        parts = {name: getattr(self, name) for name in self._form.PARTS}
-        return replace(cast(Any, self._form), **parts)  # type: ignore[no-any-return]
+        return self._form.with_parts({name: getattr(self, name) for name in self._form.parts()})
 
     def to_dense(self) -> Tensor:
         """The weight [out_features, in_features], as a new tensor."""
@@ -199,6 +211,8 @@ class SparseLinear(nn.Module):
             plan = _OPERATORS[matrix.name][1](matrix, x)
         else:
             plan = product_plan("linear", x)
+        if isinstance(matrix, Quantized):
+            plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
         if not self._may_keep(matrix):
             return plan
         nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
@@ -231,19 +245,22 @@ class SparseLinear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, format, dtype and stored bytes."""
         matrix = self.matrix
-        facts = ", ".join(f"{key}={value}" for key, value in matrix.attributes().items())
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {matrix.name}({facts}), "
+            f"bias={self.bias is not None}, {matrix.name}({matrix.facts_text()}), "
             f"{str(matrix.dtype).removeprefix('torch.')}, {matrix.nbytes} bytes"
         )
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Dtype of the kept values, which `x` must have."""
+        """Dtype of the kept values, which `x` must have; quantized ones stand for it."""
+        if isinstance(self._form, Quantized):
+            return self._form.dtype
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
+        if isinstance(self._form, Quantized):
+            x = self._rounded(x, self._form)
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -255,6 +272,17 @@ class SparseLinear(nn.Module):
             return product(weight, x, self.bias)
         return F.linear(x, weight, self.bias)
 
+    def _rounded(self, x: Tensor, form: Quantized) -> Tensor:
+        """The inputs that the scheme computes with; gradients pass through."""
+        fits = x.ndim > 0 and x.shape[-1] == self.in_features and x.dtype == form.dtype
+        if not fits or form.scheme.activations == "none":
+            return x  # What does not fit is refused where it is multiplied.
+        scale = self._buffers["input_scale"] if form.scheme.static else None
+        if scale is not None and scale.device != x.device:
+            return x
+        seen = torch.is_grad_enabled() and x.requires_grad
+        return (fake_inputs if seen else round_inputs)(x, form.scheme, scale)
+
     def _run_decoding(self, matrix: SparseMatrix, x: Tensor) -> Tensor:
         if matrix.name in _OPERATORS:
             return _OPERATORS[matrix.name][0](matrix, x, bias=self.bias)
@@ -264,7 +292,7 @@ class SparseLinear(nn.Module):
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
         # Without its tensors, which live in the buffers alone.
-        self._form: SparseMatrix = replace(cast(Any, matrix), **dict.fromkeys(matrix.PARTS))
+        self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[tuple[str, Tensor, int, int]], Tensor] | None = None
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
@@ -308,9 +336,9 @@ class SparseLinear(nn.Module):
         return weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `.to()`, `.half()`, `.cuda()` call: casts reach values, never indices."""
+        """What `.to()`, `.half()`, `.cuda()` call: casts reach values, never indices or codes."""
         before = self.matrix
-        after = fn(getattr(self, before.VALUES).new_empty(0)).dtype
+        after = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
         castable = before.dtype in COMPUTE_DTYPES
         if castable and after not in COMPUTE_DTYPES:
             raise ArgumentError(
@@ -319,14 +347,22 @@ class SparseLinear(nn.Module):
                 hint="layer.to_dense(), or quantize the weight",
             )
 
+        # A cast of quantized values changes what they stand for, and no part.
+        quantized = isinstance(before, Quantized)
+        fixed = {id(part) for part in before.parts().values()} if quantized else set()
+
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if moved.dtype == tensor.dtype or (tensor.dtype in COMPUTE_DTYPES):
+            if moved.dtype == tensor.dtype:
+                return moved
+            if tensor.dtype in COMPUTE_DTYPES and id(tensor) not in fixed:
                 return moved
             return tensor.to(moved.device)
 
         self._decoded = None
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        if isinstance(self._form, Quantized):
+            self._form = self._form.with_dtype(after)
         if isinstance(before, BSR) and castable and after.itemsize != before.dtype.itemsize:
             self._realign(before.block, before.dtype.itemsize)
         return self
@@ -346,7 +382,7 @@ class SparseLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
         errors: list[str] = kwargs["error_msgs"] if "error_msgs" in kwargs else rest[-1]
         matrix = self.matrix
-        whole = all(f"{prefix}{name}" in state_dict for name in matrix.PARTS)
+        whole = all(f"{prefix}{name}" in state_dict for name in matrix.parts())
         # Elsewhere than on the CPU a look at the contents would wait for the device.
         near = all(part.device.type == "cpu" for part in matrix.parts().values())
         if errors or not whole or not near:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import FORMATS, SparseMatrix, nonzero_mask
+from ..formats import Quantized, SparseMatrix, nonzero_mask, stored_named
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -244,7 +244,8 @@ def decompress(w: SparseMatrix) -> Tensor:
         [rows, cols] in the dtype and on the device of the values.
 
     Raises:
-        UnsupportedError: A CUDA graph is being captured, and the format reads counts back.
+        UnsupportedError: A CUDA graph is being captured, and the format reads counts back; or a
+            part of a quantized matrix needs a gradient.
 
     Example:
         >>> from hopsparse.formats.nm import NM
@@ -254,6 +255,12 @@ def decompress(w: SparseMatrix) -> Tensor:
     # Written out rather than in JSON: this runs while Dynamo traces, and Dynamo knows no encoder.
     facts = ", ".join([f"{key!r}: {value!r}" for key, value in w.attributes().items()])
     parts = list(w.parts().values())
+    if isinstance(w, Quantized) and any(part.requires_grad for part in parts):
+        raise UnsupportedError(
+            "a gradient of stored codes or scales",
+            need="parts without requires_grad",
+            hint="train a dense weight with hopsparse.quant.fake_weight, and store it afterwards",
+        )
     dense: Tensor = _decompress(parts, w.name, w.shape[0], w.shape[1], f"{{{facts}}}")
     return dense
 
@@ -273,8 +280,8 @@ def _decompress(
 
 @_decompress.register_fake
 def _(parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str) -> Tensor:
-    values = parts[FORMATS[format].PARTS.index(FORMATS[format].VALUES)]
-    return values.new_empty((rows, cols))
+    matrix = _matrix(parts, format, (rows, cols), attributes)
+    return parts[0].new_empty((rows, cols), dtype=matrix.dtype)
 
 
 @torch.library.custom_op("hopsparse::gather_kept", mutates_args=())
@@ -318,9 +325,9 @@ _decompress.register_autograd(_backward, setup_context=_setup_context)
 def _matrix(
     parts: Sequence[Tensor], format: str, shape: tuple[int, int], attributes: str
 ) -> SparseMatrix:
-    kind = FORMATS[format]
-    named = dict(zip(kind.PARTS, parts, strict=True))
-    return kind.from_parts(shape, named, literal_eval(attributes))
+    kind, facts = stored_named(format), literal_eval(attributes)
+    named = dict(zip(kind.part_names(facts), parts, strict=True))
+    return kind.from_parts(shape, named, facts)
 
 
 def _places(w: SparseMatrix) -> Tensor:

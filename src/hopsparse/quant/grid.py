@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..formats.quantized import groups_of as groups_of
+from ..formats.quantized import scale_dtype as scale_dtype
 from ..formats.scheme import Scheme
 
 #: Largest magnitude that a scale maps its group's largest entry to; int4 also holds -8.
@@ -16,16 +18,6 @@ LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 _LEAST = {"int8": -127.0, "int4": -8.0}
 # Shrinking the range costs the few largest entries and serves the many small ones.
 _CLIPS = tuple(1 - step / 40 for step in range(16))
-
-
-def scale_dtype(scheme: Scheme) -> torch.dtype:
-    """What weight scales are stored in: float32 for a row, 16 bits where there are many."""
-    return torch.bfloat16 if scheme.group else torch.float32
-
-
-def groups_of(k: int, scheme: Scheme) -> int:
-    """How many scales a row of k weights has; the last group may be shorter."""
-    return -(-k // scheme.group) if scheme.group else 1
 
 
 def weight_scales(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Tensor:
