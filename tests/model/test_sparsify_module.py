@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import hopsparse
 from hopsparse.errors import ArgumentError, CalibrationError, UnsupportedError
-from hopsparse.models._stream import pack
 from hopsparse.models.sparsify import sparsify
 from hopsparse.nn import SparseLinear
 from hopsparse.prune import Activations, Recipe, prune_block, trace_groups
+from hopsparse.quant import store_matrix
 from tests.helpers.tiny_models import tiny_llama
 
 
@@ -228,9 +228,9 @@ def test_an_error_while_packing_replaces_nothing(monkeypatch: pytest.MonkeyPatch
         calls.append(args)
         if len(calls) == 4:
             raise MemoryError
-        return pack(*args)
+        return store_matrix(*args)
 
-    monkeypatch.setattr("hopsparse.models.sparsify.pack", failing)
+    monkeypatch.setattr("hopsparse.models._block.store_matrix", failing)
     with pytest.raises(MemoryError):
         sparsify(model, Recipe("2:4", "magnitude"))
     assert not any(isinstance(layer, SparseLinear) for layer in model.modules())

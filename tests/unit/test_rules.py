@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from hopsparse.errors import ArgumentError, UnsupportedError
-from hopsparse.formats import BlockPattern, NMPattern, Pattern, Unstructured
+from hopsparse.formats import BlockPattern, NMPattern, Pattern
 from hopsparse.models.rules import family_of, find_blocks, linear_names, replace_module, select
+from hopsparse.prune import Recipe
 
 
 def block(width: int = 8) -> nn.Module:
@@ -35,7 +36,7 @@ def test_a_model_without_a_list_is_one_block() -> None:
 
 def test_selection_divides_every_linear_layer_once() -> None:
     model = network()
-    selection = select(model, find_blocks(model), NMPattern(2, 4), ["*.1.up"])
+    selection = select(model, find_blocks(model), Recipe("2:4", keep=("*.1.up",)))
     assert selection.eligible == {
         "layers.0": ("layers.0.up", "layers.0.down"),
         "layers.1": ("layers.1.down",),
@@ -50,17 +51,18 @@ def test_selection_divides_every_linear_layer_once() -> None:
 
 def test_k_that_the_pattern_does_not_divide() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([block(10) for _ in range(2)])})
-    selection = select(model, find_blocks(model), NMPattern(2, 4))
+    selection = select(model, find_blocks(model), Recipe("2:4"))
     assert selection.kept_dense["layers.0.up"] == "k = 10 is not a multiple of 4"
     assert (
-        "layers.0.up" in select(model, find_blocks(model), Unstructured(0.5)).eligible["layers.0"]
+        "layers.0.up"
+        in select(model, find_blocks(model), Recipe("unstructured:0.5")).eligible["layers.0"]
     )
 
 
 def test_nothing_left_says_why() -> None:
     model = nn.Sequential(nn.Linear(6, 4))
     with pytest.raises(UnsupportedError, match="0: k = 6 is not a multiple of 4"):
-        select(model, find_blocks(model), NMPattern(2, 4))
+        select(model, find_blocks(model), Recipe("2:4"))
 
 
 def test_families() -> None:
@@ -79,7 +81,7 @@ def test_replacing_a_module_touches_only_its_place() -> None:
 
 
 def reasons(model: nn.Module, pattern: Pattern = NMPattern(2, 4)) -> dict[str, str]:  # noqa: B008
-    return select(model, ("",), pattern).kept_dense
+    return select(model, ("",), Recipe(pattern)).kept_dense
 
 
 class Doubled(nn.Linear):
@@ -157,13 +159,13 @@ def test_a_block_and_a_layer_in_two_places_are_selected_once() -> None:
     repeated, other = block(), block()
     model = nn.ModuleDict({"first": other["up"]})
     model["layers"] = nn.ModuleList([repeated, repeated, other])
-    selection = select(model, find_blocks(model), NMPattern(2, 4))
+    selection = select(model, find_blocks(model), Recipe("2:4"))
     assert selection.eligible == {
         "layers.0": ("layers.0.up", "layers.0.down"),
         "layers.2": ("layers.2.up", "layers.2.down"),
     }
     assert linear_names(model)[other["up"]] == ["first", "layers.2.up"]
-    kept = select(model, find_blocks(model), NMPattern(2, 4), ["layers.1.*"]).kept_dense
+    kept = select(model, find_blocks(model), Recipe("2:4", keep=("layers.1.*",))).kept_dense
     assert list(kept) == ["layers.0.up", "layers.0.down"]
 
 
@@ -179,4 +181,4 @@ def test_a_layer_of_which_all_blocks_or_none_would_stay_is_kept_dense() -> None:
 
 def test_a_glob_that_matches_nothing() -> None:
     with pytest.raises(ArgumentError, match=r"'\*nothing'.*heads\.0"):
-        select(network(), ("",), NMPattern(2, 4), ["*nothing"])
+        select(network(), ("",), Recipe("2:4", keep=("*nothing",)))

@@ -119,12 +119,13 @@ def _print(contents: Contents) -> None:
     console.print(f"{contents.path}: {contents.kind}" + (f", {told}" if told else ""), markup=False)
     if contents.layers:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-        for title in ("layer", "format", "pattern"):
+        quantized = any(row.scheme for row in contents.layers)
+        for title in ("layer", "format", "pattern", *(("scheme",) if quantized else ())):
             table.add_column(title, overflow="fold")
         for title in ("shape", "dtype", "density", "dense", "stored"):
             table.add_column(title, justify="right", no_wrap=True)
         for row in contents.layers:
-            table.add_row(*_cells(row))
+            table.add_row(*_cells(row, quantized))
         console.print(table)
     totals = contents.totals()
     if totals["layers"]:
@@ -146,13 +147,14 @@ def _print(contents: Contents) -> None:
         console.print(f"kept dense ({count}): {reason}: {shown}", markup=False, soft_wrap=True)
 
 
-def _cells(row: LayerRow) -> tuple[str, ...]:
+def _cells(row: LayerRow, quantized: bool) -> tuple[str, ...]:
     from rich.markup import escape
 
     return (
         escape(row.name),
         row.format,
         row.pattern,
+        *((row.scheme,) if quantized else ()),
         f"{row.shape[0]} x {row.shape[1]}",
         row.dtype,
         f"{row.density:.3f}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ArgumentError
 from .console import bytes_text, print_json, seconds_text, stderr, stdout, time_text
 from .options import INTERRUPTED_EXIT, command
 
@@ -33,6 +34,18 @@ class Sparsify:
     pattern: Annotated[
         str, typer.Option(help="N:M, unstructured:F or block:RxC[:F]; F is the part made zero.")
     ] = "2:4"
+    quant: Annotated[
+        str | None,
+        typer.Option(metavar="SCHEME", help="Round kept weights: int8, fp8, int4:64, fp8/int4."),
+    ] = None
+    form: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB=FORM",
+            help="Another form for layers by full name: dense, 6:8, 2:4+int8, dense+fp8; "
+            "repeatable, the first that matches counts.",
+        ),
+    ] = None
     method: Annotated[str, typer.Option(help="magnitude, wanda or sparsegpt.")] = "sparsegpt"
     keep: Annotated[
         list[str] | None,
@@ -98,6 +111,8 @@ def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
     recipe = Recipe(
         pattern=options.pattern,
         method=options.method,
+        scheme=options.quant,
+        forms=dict(_glob_and_form(text) for text in options.form or ()),
         keep=tuple(options.keep or ()),
         seed=options.seed,
         damping=options.damping,
@@ -107,6 +122,15 @@ def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
 
     check_device(options.device)
     return _sparsify(options, recipe)
+
+
+def _glob_and_form(text: str) -> tuple[str, str]:
+    glob, equals, form = text.rpartition("=")
+    if not (equals and glob):
+        raise ArgumentError(
+            f"--form {text!r}", need="GLOB=FORM", hint="--form '*.down_proj=6:8+int8'"
+        )
+    return glob, form
 
 
 def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:

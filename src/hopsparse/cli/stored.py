@@ -22,13 +22,14 @@ class LayerRow:
 
     Attributes:
         name: Of the module or matrix.
-        format: Token of its format.
+        format: Token of its format; of the codes' where they are quantized.
         pattern: N:M or block, as far as the format knows it.
         shape: [rows, cols].
-        dtype: Of the values.
+        dtype: Of the values; where they are quantized, of the weight that they stand for.
         density: Non-zero entries over all entries, counted.
         bytes_dense: As a dense matrix.
-        bytes: As stored.
+        bytes: As stored, scales included.
+        scheme: What values are rounded to, or "".
     """
 
     name: str
@@ -39,30 +40,36 @@ class LayerRow:
     density: float
     bytes_dense: int
     bytes: int
+    scheme: str = ""
 
     @classmethod
     def of(cls, name: str, matrix: SparseMatrix, pattern: str = "") -> LayerRow:
         """Describe `matrix`; `pattern` is what its checkpoint says of it."""
+        from ..formats import MatrixFacts
+
         rows, cols = matrix.shape
-        facts = matrix.attributes()
+        facts, stored = matrix.attributes(), MatrixFacts.of(matrix)
+        pattern = "dense" if stored.stored_as == "dense" else pattern
         own = str(facts.get("pattern", facts.get("block", "")))
         return cls(
             name=name,
-            format=matrix.name,
+            format=stored.stored_as,
             pattern=own or pattern,
             shape=matrix.shape,
             dtype=str(matrix.dtype).removeprefix("torch."),
             density=matrix.density,
             bytes_dense=rows * cols * matrix.dtype.itemsize,
             bytes=matrix.nbytes,
+            scheme=stored.scheme,
         )
 
 
 def checkpoint_rows(reader: CheckpointReader) -> Iterator[LayerRow]:
     """Every sparse layer of a hopsparse checkpoint; one matrix is in memory at a time."""
     assert reader.sparse is not None
+    pattern = reader.sparse.pattern.partition("+")[0]
     for module in reader.sparse.modules:
-        yield LayerRow.of(module, reader.matrix(module), reader.sparse.pattern)
+        yield LayerRow.of(module, reader.matrix(module), "" if pattern == "mixed" else pattern)
 
 
 def sparse24_rows(reader: CheckpointReader) -> Iterator[LayerRow]:

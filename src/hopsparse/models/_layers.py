@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import CheckpointError, FormatError
 from ..files import read_header
-from ..formats import NM, SparseMatrix, packed_k
+from ..formats import NM, Quantized, SparseMatrix, packed_k
 from ..nn import SparseLinear
 from .checkpoint import CheckpointReader, ModuleEntry, SparseConfig
 from .rules import replace_module
@@ -93,6 +93,9 @@ def check_contents(module: str, matrix: SparseMatrix) -> None:
         CheckpointError: The weight is damaged, or config.json describes it wrongly.
     """
     try:
+        if isinstance(matrix, Quantized):
+            matrix.check_scales()
+            matrix = matrix.codes()
         for part in _corners(matrix) if isinstance(matrix, NM) else (matrix,):
             part.validate()
     except FormatError as error:

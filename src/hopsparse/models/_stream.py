@@ -2,33 +2,23 @@
 
 Only one block is in memory at a time, with three sets of hidden states: of the calibration
 windows and of the evaluation windows behind the sparse blocks, and of the evaluation windows
-behind the dense ones. Compute is float32; pruned weights are rounded to their stored dtype before
-they are run, so that what was measured is what is stored.
+behind the dense ones. Compute is float32; pruned weights are rounded to what is stored before they
+are run, and inputs to what their layer's scheme says, so that what was measured is what will run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import FORMATS, BlockPattern, NMPattern, Pattern, SparseMatrix, storage_for
-from ..prune import (
-    Activations,
-    LayerReport,
-    Recipe,
-    advance,
-    capture_inputs,
-    prune_block,
-    trace_groups,
-)
+from ..prune import Activations, Recipe, advance, capture_inputs
+from ._block import Pruned, prune_path, restore_shard, rounding_in
 from ._family import Family
-from ._files import read_tensors
 from ._resume import RunState
 from .checkpoint import CheckpointWriter, ModuleEntry
 from .evaluate import Quality
@@ -41,59 +31,6 @@ if TYPE_CHECKING:
 
 # One batch of calibration windows may take this much for the activations of a block.
 _BATCH_BYTES = 1 << 30
-
-
-def pack(weight: Tensor, pattern: Pattern) -> SparseMatrix:
-    """Store a pruned weight in the format that checkpoints use for `pattern`."""
-    kind = FORMATS[storage_for(pattern, (weight.shape[0], weight.shape[1]))]
-    if kind.name == "nm":
-        assert isinstance(pattern, NMPattern)
-        return kind.from_dense(weight, pattern)  # type: ignore[call-arg]
-    if kind.name == "bsr":
-        assert isinstance(pattern, BlockPattern)
-        return kind.from_dense(weight, (pattern.rows, pattern.cols))  # type: ignore[call-arg]
-    return kind.from_dense(weight)
-
-
-def prune_path(
-    block: nn.Module,
-    path: str,
-    eligible: Iterable[str],
-    activations: Activations | None,
-    recipe: Recipe,
-    *,
-    store_dtype: torch.dtype | None = None,
-    then_advance: bool = True,
-) -> list[LayerReport]:
-    """Prune the `eligible` layers (full names) of the block at `path`, in run order."""
-    prefix = f"{path}." if path else ""
-    names = [name.removeprefix(prefix) for name in eligible]
-    groups = [[name] for name in names]
-    if activations is not None and len(activations) > 1:
-        # Several windows: each group is one more forward, so layers that share an input share it.
-        hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
-        groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
-    return prune_block(
-        block,
-        groups,
-        activations,
-        recipe,
-        prefix=prefix,
-        store_dtype=store_dtype,
-        then_advance=then_advance,
-    )
-
-
-def restore_shard(model: nn.Module, folder: Path, shard: RunState.Shard) -> None:
-    """Put what a finished block holds into `model`, whose weights of that block are loaded."""
-    tensors = read_tensors(folder / shard.file)
-    for module, entry in shard.entries.items():
-        matrix = ModuleEntry.from_json(module, entry).matrix(module, tensors.__getitem__)
-        for part in matrix.PARTS:
-            del tensors[f"{module}.{part}"]
-        tensors[f"{module}.weight"] = matrix.to_dense()
-    for name, value in tensors.items():
-        model.get_parameter(name).data.copy_(value)
 
 
 class BlockStream:
@@ -145,13 +82,18 @@ class BlockStream:
             _check_finite(block, path)
             advance(block, dense)
             if state.is_done(index):
-                restore_shard(self._model, writer.partial, state.shard(index))
-                advance(block, calibrating)
+                rounding = restore_shard(self._model, writer.partial, state.shard(index))
+                with rounding_in(self._model, rounding):
+                    advance(block, calibrating)
             else:
-                reports = self._prune(block, path, calibrating, dtypes)
-                written = self._write(block, path, index, writer, dtypes)
-                state.add(written, reports, writer)
-            advance(block, sparse)
+                pruned = self._prune(block, path, calibrating, dtypes)
+                tensors, entries = self._packed(block, path, pruned, dtypes)
+                shard = _shard_name(index, len(self._selection.blocks) + 1)
+                writer.write_shard(shard, tensors)
+                state.add((shard, entries), pruned.reports, writer)
+                rounding = pruned.rounding
+            with rounding_in(self._model, rounding):
+                advance(block, sparse)
             clock.step(path, timed=not state.was_resumed(index))
             dematerialize(block)
         self._write_outer(writer)
@@ -178,7 +120,7 @@ class BlockStream:
 
     def _prune(
         self, block: nn.Module, path: str, activations: Activations, dtypes: dict[str, torch.dtype]
-    ) -> list[LayerReport]:
+    ) -> Pruned:
         """Prune the layers of a block and move the activations behind it."""
         eligible = self._selection.eligible.get(path, ())
         stored = {dtypes[f"{name}.weight"] for name in eligible}
@@ -191,15 +133,10 @@ class BlockStream:
         store_dtype = next(iter(stored), None)
         return prune_path(block, path, eligible, activations, self._recipe, store_dtype=store_dtype)
 
-    def _write(
-        self,
-        block: nn.Module,
-        path: str,
-        index: int,
-        writer: CheckpointWriter,
-        dtypes: dict[str, torch.dtype],
-    ) -> tuple[str, dict[str, Any]]:
-        """Pack a pruned block into its shard; return the shard and the entries of its layers."""
+    def _packed(
+        self, block: nn.Module, path: str, pruned: Pruned, dtypes: dict[str, torch.dtype]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of a pruned block as they are stored, and the entries of its layers."""
         tensors: dict[str, Tensor] = {}
         entries: dict[str, Any] = {}
         sparse = set(self._selection.eligible.get(path, ()))
@@ -207,14 +144,13 @@ class BlockStream:
             full = f"{path}.{name}"
             module = full.removesuffix(".weight")
             if full.endswith(".weight") and module in sparse:
-                matrix = pack(parameter.to(dtypes[full]), self._recipe.parsed_pattern)
+                form = self._recipe.form_of(module)
+                matrix = pruned.pack(module, parameter, form, dtypes[full])
                 entries[module] = asdict(ModuleEntry.of(matrix))
                 tensors |= {f"{module}.{part}": value for part, value in matrix.parts().items()}
             else:
                 tensors[full] = parameter.to(dtypes[full])
-        shard = _shard_name(index, len(self._selection.blocks) + 1)
-        writer.write_shard(shard, tensors)
-        return shard, entries
+        return tensors, entries
 
     def _write_outer(self, writer: CheckpointWriter) -> None:
         total = len(self._selection.blocks) + 1

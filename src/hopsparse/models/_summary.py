@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats import FORMATS
+from ..formats import Form
 from ..prune import Recipe
 from ..version import __version__
 from ._family import Family
@@ -31,7 +31,7 @@ def summarize(
     network: nn.Module, family: Family, recipe: Recipe, selection: Selection, state: RunState
 ) -> dict[str, Any]:
     """Everything that is known of the model, its layers and the machine."""
-    layers = [row for shard in state.shards for row in _layer_rows(shard, recipe)]
+    layers = [row for shard in state.shards for row in _layer_rows(shard)]
     saved = sum(row["bytes_dense"] - row["bytes_sparse"] for row in layers)
     entries = [entry for shard in state.shards for entry in shard.entries.values()]
     itemsize = getattr(torch, entries[0]["dtype"]).itemsize
@@ -56,7 +56,12 @@ def sparse_config(recipe: Recipe, selection: Selection, state: RunState) -> Spar
         for shard in state.shards
         for name, entry in shard.entries.items()
     }
-    return SparseConfig(str(recipe.pattern), recipe.method, modules, selection.kept_dense)
+    return SparseConfig(asked_for(recipe), recipe.method, modules, selection.kept_dense)
+
+
+def asked_for(recipe: Recipe) -> str:
+    """The form of most layers as text, or "mixed" where a recipe names several."""
+    return "mixed" if recipe.forms else str(Form(recipe.parsed_pattern, recipe.parsed_scheme))
 
 
 def quality_rows(quality: dict[str, tuple[Quality, Quality]]) -> list[dict[str, Any]]:
@@ -83,6 +88,9 @@ def repeat_command(model: str, out: Path, recipe: Recipe, options: SparsifyOptio
     words += [] if options.samples else ["--no-samples"]
     for flag, path in (("--calibration", options.calibration), ("--eval", options.evaluate)):
         words += [flag, str(path)] if path else []
+    words += [] if recipe.scheme is None else ["--quant", str(recipe.scheme)]
+    for glob, form in recipe.forms.items():
+        words += ["--form", f"{glob}={form}"]
     for glob in recipe.keep:
         words += ["--keep", glob]
     return shlex.join(words)
@@ -99,18 +107,17 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _layer_rows(shard: RunState.Shard, recipe: Recipe) -> list[dict[str, Any]]:
+def _layer_rows(shard: RunState.Shard) -> list[dict[str, Any]]:
     rows = []
     for layer in shard.layers:
         entry = ModuleEntry.from_json(layer["name"], shard.entries[layer["name"]])
         out_features, k = entry.shape
-        specs = FORMATS[entry.format].part_specs(entry.shape, entry.torch_dtype, entry.attributes)
-        stored = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values())
+        specs = entry.part_specs().values()
+        stored = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
         row = {
             "name": layer["name"],
             "shape": [out_features, k],
-            "pattern": str(recipe.pattern),
-            "format": entry.format,
+            "format": entry.stored_as,
             "dtype": entry.dtype,
             "bytes_dense": out_features * k * entry.torch_dtype.itemsize,
             "bytes_sparse": stored,

@@ -15,6 +15,7 @@ from ..formats import (
     FORMATS,
     NM,
     NMPattern,
+    Quantized,
     SparseMatrix,
     convert,
     format_named,
@@ -29,7 +30,7 @@ from .kinds import SPARSE24, Kind, kind_of
 from .sparse24 import export_sparse24, import_sparse24
 
 #: What weights can be converted to.
-TARGETS = (*FORMATS, "dense", SPARSE24)
+TARGETS = (*FORMATS, SPARSE24)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,14 @@ def _converted(name: str, item: SparseMatrix | Tensor, target: _Target) -> Spars
 
     Raises:
         FormatError: It does not obey the pattern; the message names the matrix.
+        UnsupportedError: It is quantized, and would become plainly dense.
     """
+    if target.to == "dense" and isinstance(item, Quantized):
+        raise UnsupportedError(
+            f"{name} under {item.scheme} as a plain dense weight",
+            need="a format that keeps codes, scales and rounded inputs",
+            hint="--to nm or bitmask; `hopsparse.load(path)` and `.dequantize()` give the weights",
+        )
     try:
         if target.to == "dense":
             return item.to_dense() if isinstance(item, SparseMatrix) else item
@@ -242,7 +250,7 @@ def _converted_shard(
         if module not in modules or part not in modules[module].parts:
             tensors[name] = reader.load(name)
             continue
-        if part != format_named(modules[module].format).VALUES:
+        if part != modules[module].values_part:
             continue
         matrix = reader.matrix(module)
         matrix.validate()

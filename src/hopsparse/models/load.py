@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, CheckpointError, HopsparseError, UnsupportedError
-from ..formats import FORMATS
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
 from ._layers import check_contents, check_stored, make_sparse, require_sparse, stored_specs
@@ -174,11 +173,7 @@ def _fill(
 def _check_fit(model: nn.Module, reader: CheckpointReader, sparse: SparseConfig) -> None:
     """Refuse a model with weights that are not stored, or the other way round."""
     stored = set(reader.names())
-    parts = {
-        f"{module}.{part}"
-        for module, entry in sparse.modules.items()
-        for part in FORMATS[entry.format].PARTS
-    }
+    parts = {f"{module}.{part}" for module, entry in sparse.modules.items() for part in entry.parts}
     state = model.state_dict(keep_vars=True)
     weights = {f"{module}.weight" for module in sparse.modules}
     present = {id(tensor) for name, tensor in state.items() if name in stored or name in weights}

@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import CheckpointError, UnsupportedError
+from ..formats import Quantized
 from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
 from ._layers import StoredSpecs, check_contents, check_stored, make_sparse, stored_specs
@@ -185,7 +186,11 @@ def attach(model: Any, sparse: SparseConfig) -> None:
 
 def _dense(layer: nn.Module, dtype: torch.dtype | None) -> nn.Linear:
     assert isinstance(layer, SparseLinear)
-    weight = layer.to_dense().to(dtype)
+    matrix = layer.matrix
+    if isinstance(matrix, Quantized):
+        weight = matrix.to_dense(dtype)
+    else:
+        weight = matrix.to_dense().to(dtype)
     linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     if layer.bias is not None:

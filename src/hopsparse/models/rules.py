@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import BlockPattern, NMPattern, Pattern
+from ..formats import BlockPattern, Form, NMPattern
+from ..prune import Recipe
 from . import llama, qwen
 from ._family import Family
 
@@ -79,24 +80,21 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return best
 
 
-def select(
-    model: nn.Module, blocks: Iterable[str], pattern: Pattern, keep: Iterable[str] = ()
-) -> Selection:
-    """Divide the linear layers of `model` into those to prune and those that stay dense.
+def select(model: nn.Module, blocks: Iterable[str], recipe: Recipe) -> Selection:
+    """Divide the linear layers of `model` into those to change and those that stay dense.
 
     Args:
         model: Any module; weights may be on the meta device.
         blocks: Module path of each block.
-        pattern: What the layers will be pruned to.
-        keep: Glob patterns over full layer names, such as `*.down_proj`.
+        recipe: Says by full name which form each layer takes.
 
     Raises:
         ArgumentError: A glob matches no linear layer.
         UnsupportedError: Nothing is left to prune.
     """
-    paths, globs = tuple(blocks), tuple(keep)
+    paths = tuple(blocks)
     linears = linear_names(model)
-    _check_globs(globs, linears)
+    _check_globs((*recipe.keep, *recipe.forms), linears)
     # A block or a layer that is registered twice belongs to its first place.
     owner: dict[nn.Module, tuple[str, str]] = {}
     for path in paths:
@@ -107,7 +105,7 @@ def select(
     kept: dict[str, str] = {}
     for module, names in linears.items():
         path, name = owner.get(module, ("", names[0]))
-        reason = _reason_to_keep(names, module, pattern, globs)
+        reason = _reason_to_keep(name, names, module, recipe)
         if reason is None and module not in owner:
             reason = "outside the blocks"
         reason = reason or structure.get(module) or _reason_in_weight(module)
@@ -120,7 +118,7 @@ def select(
         raise UnsupportedError(
             f"a model of class {type(model).__name__} without any layer to prune"
             + (f" ({reasons})" if reasons else ""),
-            need=f"at least one nn.Linear in a block that {pattern} fits",
+            need=f"at least one nn.Linear in a block that {recipe.pattern} fits",
             hint="fewer --keep globs, or another pattern",
         )
     return Selection(paths, eligible, kept)
@@ -142,12 +140,14 @@ def replace_module(model: nn.Module, name: str, make: Callable[[nn.Module], nn.M
     setattr(parent, child, make(getattr(parent, child)))
 
 
-def _reason_to_keep(
-    names: list[str], linear: nn.Linear, pattern: Pattern, globs: tuple[str, ...]
-) -> str | None:
-    for glob in globs:
-        if any(fnmatchcase(name, glob) for name in names):
+def _reason_to_keep(name: str, names: list[str], linear: nn.Linear, recipe: Recipe) -> str | None:
+    for glob in recipe.keep:
+        if any(fnmatchcase(alias, glob) for alias in names):
             return f"kept by {glob!r}"
+    form = recipe.form_of(name)
+    pattern = form.pattern
+    if form == Form():
+        return "dense by plan"
     if isinstance(pattern, NMPattern) and linear.in_features % pattern.m:
         return f"k = {linear.in_features} is not a multiple of {pattern.m}"
     if isinstance(pattern, BlockPattern):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..quant import Rounding
+from ._block import restore_shard, rounding_in
 from ._resume import RunState
-from ._stream import restore_shard
 from .source import WeightSource, materialize_outside, skeleton
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ def generate_pair(
     model = skeleton(source)
     materialize_outside(model, (), source, device)
     dense = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
+    rounding: dict[str, Rounding] = {}
     for shard in state.shards:
-        restore_shard(model, folder, shard)
-    sparse = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
+        rounding |= restore_shard(model, folder, shard)
+    with rounding_in(model, rounding):
+        sparse = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
     return [
         {"prompt": prompt, "dense": before, "sparse": after}
         for prompt, before, after in zip(PROMPTS, dense, sparse, strict=True)

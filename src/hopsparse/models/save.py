@@ -79,7 +79,7 @@ def attach_to_transformers(
 
 
 def _common_pattern(modules: Mapping[str, ModuleEntry]) -> str:
-    patterns = {str(entry.attributes.get("pattern", entry.format)) for entry in modules.values()}
+    patterns = {str(entry.attributes.get("pattern", entry.stored_as)) for entry in modules.values()}
     return patterns.pop() if len(patterns) == 1 else "mixed"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, UnsupportedError
-from ..formats import FORMATS, NM, Bitmask, nonzero_mask, pack_bits
+from ..formats import NM, Bitmask, Quantized, nonzero_mask, pack_bits
 from ..ops import COMPUTE_DTYPES
 from ._entries import quantization_of
 from ._layers import check_stored, require_sparse, stored_specs
@@ -97,7 +97,7 @@ def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
 
     Raises:
         CheckpointError: The folder is missing or damaged, or no hopsparse checkpoint.
-        UnsupportedError: Values are 8-bit.
+        UnsupportedError: Values are 8-bit or quantized.
 
     Example:
         >>> export_sparse24("no/such/folder", "out")
@@ -116,7 +116,7 @@ def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
                     module, _, part = name.rpartition(".")
                     if module not in sparse.modules or part == "bias":
                         tensors[name] = reader.load(name)
-                    elif part == FORMATS[sparse.modules[module].format].VALUES:
+                    elif part == sparse.modules[module].values_part:
                         tensors |= _export_module(reader, module, dense_again, zeros)
                 if tensors:
                     writer.write_shard(shard, tensors)
@@ -200,6 +200,12 @@ def _export_module(
 ) -> dict[str, Tensor]:
     """The tensors of one sparse weight, compressed where it obeys 2:4."""
     matrix = reader.matrix(module)
+    if isinstance(matrix, Quantized):
+        raise UnsupportedError(
+            f"{module} holds {matrix.scheme} codes and scales",
+            need="float32, bfloat16 or float16 values",
+            hint="--to bitmask, which keeps the scheme",
+        )
     _check_dtype(module, matrix.dtype)
     matrix.validate()
     weight = matrix.to_dense()

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..errors import ArgumentError, CalibrationError
+from ..errors import ArgumentError
 from ..nn import SparseLinear
-from ..prune import Activations, LayerReport, Recipe, capture_inputs, is_chain, quiet
+from ..prune import LayerReport, Recipe, is_chain, quiet
 from ..version import __version__
+from ._block import Pruned, prune_path
+from ._calls import as_inputs, call, first_inputs
 from ._family import Family
 from ._resume import STATE_NAME, RunState
-from ._stream import BlockStream, pack, prune_path
+from ._stream import BlockStream
 from ._summary import (
+    asked_for,
     count_parameters,
     peak_memory_bytes,
     quality_rows,
@@ -64,7 +66,7 @@ def sparsify(
         model: Any module. If its longest list of alike modules is a chain, those are its blocks,
             and later ones are calibrated behind pruned ones, with one block's statistics in
             memory at a time. Otherwise the model is one block.
-        recipe: How to prune; a pattern such as "2:4" stands for `Recipe(pattern)`.
+        recipe: What becomes of each layer; a pattern such as "2:4" stands for `Recipe(pattern)`.
         calibration: Inputs for `model(...)`: tensors, tuples of arguments, or mappings of keyword
             arguments. Not needed for magnitude pruning.
         progress: Called after each block.
@@ -85,29 +87,29 @@ def sparsify(
         NMPattern(n=2, m=4)
     """
     _check_model(model)
-    chosen, items = _as_recipe(recipe), _as_inputs(calibration)
+    chosen, items = _as_recipe(recipe), as_inputs(calibration)
     blocks = find_blocks(model)
     # Before anything runs: a model without a layer to prune may not run at all.
-    select(model, ("",), chosen.parsed_pattern, chosen.keep)
+    select(model, ("",), chosen)
     with quiet(model):
         if items and blocks != ("",):
             modules = [model.get_submodule(path) for path in blocks]
-            if not is_chain(modules, lambda: _call(model, items[0])):
+            if not is_chain(modules, lambda: call(model, items[0])):
                 blocks = ("",)
-        selection = select(model, blocks, chosen.parsed_pattern, chosen.keep)
+        selection = select(model, blocks, chosen)
         _check_weights(model, selection)
-        activations = _first_inputs(model, selection, items) if items else None
+        activations = first_inputs(model, blocks[0], items) if items else None
         clock = StepClock("prune", len(blocks), progress)
-        reports: list[LayerReport] = []
+        pruned: list[Pruned] = []
         for path in blocks:
             names = selection.eligible.get(path, ())
             more = activations is not None and path != blocks[-1]
             block = model.get_submodule(path)
-            reports += prune_path(block, path, names, activations, chosen, then_advance=more)
+            pruned.append(prune_path(block, path, names, activations, chosen, then_advance=more))
             clock.step(path or type(model).__name__)
-    _replace_all(model, selection, chosen)
-    attach_to_transformers(model, str(chosen.pattern), chosen.method, selection.kept_dense)
-    return reports
+    _replace_all(model, pruned, chosen)
+    attach_to_transformers(model, asked_for(chosen), chosen.method, selection.kept_dense)
+    return [report for part in pruned for report in part.reports]
 
 
 def sparsify_checkpoint(
@@ -187,7 +189,7 @@ class _Job:
         family = family_of(source.config.model_type)
         network = skeleton(source)
         blocks = family_blocks(family, network)
-        selection = select(network, blocks, recipe.parsed_pattern, recipe.keep)
+        selection = select(network, blocks, recipe)
         texts = Texts.read(source.tokenizer(), recipe.seed, options)
         texts.check_vocabulary(source.config.vocab_size)
         return cls(source, family, network, selection, texts, recipe, options.device)
@@ -196,7 +198,8 @@ class _Job:
         """What a resumed run must have in common with the interrupted one."""
         return {
             "model": self.source.identity(),
-            "recipe": self.recipe.to_json(),
+            # Pairs: the first form that matches counts, and JSON objects have no order.
+            "recipe": self.recipe.to_json() | {"forms": _pairs(self.recipe)},
             "calibration": self.texts.digest(),
             "device": self.device,
             # Other arithmetic gives other last digits, and masks that turn on them.
@@ -211,47 +214,6 @@ class _Job:
         writer.remove(STATE_NAME)
         sparse = sparse_config(self.recipe, self.selection, state)
         writer.commit(self.source.config_json() | {"quantization_config": sparse.to_json()})
-
-
-def _first_inputs(model: nn.Module, selection: Selection, items: list[Any]) -> Activations:
-    """The calls of the first block, or of the whole model when it is one block."""
-    path = selection.blocks[0]
-    if path:
-        return capture_inputs(lambda item: _call(model, item), model.get_submodule(path), items)
-    activations = Activations()
-    first = next(iter(inspect.signature(model.forward).parameters), None)
-    if first is None:
-        raise CalibrationError(
-            f"a {type(model).__name__} whose forward takes no argument",
-            need="a forward that takes a tensor",
-            hint="Recipe(pattern, method='magnitude') without calibration",
-        )
-    for item in items:
-        args, kwargs = _arguments(model, item)
-        hidden = args[0] if args else kwargs.pop(first, None)
-        if not isinstance(hidden, Tensor):
-            raise CalibrationError(
-                f"an input whose first argument is a {type(hidden).__name__}",
-                need=f"a tensor for {first!r}, the first argument of the model",
-                hint="tensors, tuples that start with one, or mappings that name it",
-            )
-        activations.hidden.append(hidden)
-        activations.args.append(args[1:])
-        activations.kwargs.append(kwargs)
-    return activations
-
-
-def _call(model: nn.Module, item: Any) -> Any:
-    args, kwargs = _arguments(model, item)
-    return model(*args, **kwargs)
-
-
-def _arguments(model: nn.Module, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A language model must not keep a cache: its blocks are called again with the same inputs.
-    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
-    if isinstance(item, Mapping):
-        return (), {**options, **item}
-    return (item if isinstance(item, tuple) else (item,)), options
 
 
 def _check_model(model: object) -> None:
@@ -283,16 +245,6 @@ def _as_recipe(recipe: object) -> Recipe:
     return recipe
 
 
-def _as_inputs(calibration: object) -> list[Any]:
-    if not isinstance(calibration, Iterable) or isinstance(calibration, str | Mapping | Tensor):
-        raise ArgumentError(
-            f"a {type(calibration).__name__} as the calibration inputs",
-            need="a list of inputs, or () for magnitude pruning",
-            hint="[inputs]",
-        )
-    return list(calibration)
-
-
 def _check_weights(model: nn.Module, selection: Selection) -> None:
     """Refuse a weight that is not finite before anything is pruned or run on it."""
     for name in (name for names in selection.eligible.values() for name in names):
@@ -308,20 +260,23 @@ def _check_weights(model: nn.Module, selection: Selection) -> None:
             )
 
 
-def _replace_all(model: nn.Module, selection: Selection, recipe: Recipe) -> None:
+def _replace_all(model: nn.Module, pruned: Iterable[Pruned], recipe: Recipe) -> None:
     """Put a `SparseLinear` in every place of every pruned layer."""
     places = linear_names(model)
     # Packed first: an error leaves every layer an nn.Linear.
     packed: list[tuple[list[str], SparseLinear]] = []
-    for name in (name for names in selection.eligible.values() for name in names):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        packed.append((places[linear], _sparse(linear, recipe)))
+    for part in pruned:
+        for name in (report.name for report in part.reports):
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            weight = linear.weight.detach()
+            matrix = part.pack(name, weight, recipe.form_of(name), weight.dtype)
+            sparse = SparseLinear(matrix, linear.bias).train(linear.training)
+            packed.append((places[linear], sparse))
     for names, sparse in packed:
         for name in names:
             replace_module(model, name, lambda _, new=sparse: new)  # type: ignore[misc]
 
 
-def _sparse(linear: nn.Linear, recipe: Recipe) -> SparseLinear:
-    sparse = SparseLinear(pack(linear.weight.detach(), recipe.parsed_pattern), linear.bias)
-    return sparse.train(linear.training)
+def _pairs(recipe: Recipe) -> list[list[str]]:
+    return [[glob, str(form)] for glob, form in recipe.forms.items()]

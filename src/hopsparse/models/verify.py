@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, HopsparseError, VerificationError
 from ..files import open_tensors
-from ..formats import SparseMatrix, read_facts, read_matrices
+from ..formats import Quantized, SparseMatrix, read_facts, read_matrices
 from ._files import sha256
 from .checkpoint import CheckpointReader
 from .kinds import kind_of
@@ -167,7 +167,10 @@ def _matrix_check(name: str, matrix: SparseMatrix) -> Check:
     for part, tensor in matrix.parts().items():
         if fault := _not_finite(tensor):
             return Check(name, False, f"part {part!r}: {fault}")
-    return Check(name, True, f"{matrix.name} {matrix.shape[0]} x {matrix.shape[1]}, valid")
+    kind = matrix.name
+    if isinstance(matrix, Quantized):
+        kind = f"{matrix.codes_format} of {matrix.scheme}"
+    return Check(name, True, f"{kind} {matrix.shape[0]} x {matrix.shape[1]}, valid")
 
 
 def _tensor_check(reader: CheckpointReader, name: str) -> tuple[Check, tuple[int, ...] | None]:

@@ -78,6 +78,11 @@ class Recipe:
         return parse_pattern(self.pattern) if isinstance(self.pattern, str) else self.pattern
 
     @property
+    def parsed_scheme(self) -> Scheme | None:
+        """The scheme as a value, whichever way it was given."""
+        return parse_scheme(self.scheme) if isinstance(self.scheme, str) else self.scheme
+
+    @property
     def resolved_refresh(self) -> str:
         """`group` or `block`: what `auto` stands for."""
         if self.refresh != "auto":
@@ -95,8 +100,7 @@ class Recipe:
         for glob, form in self.forms.items():
             if fnmatchcase(name, glob):
                 return parse_form(form) if isinstance(form, str) else form
-        scheme = parse_scheme(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        return Form(self.parsed_pattern, scheme)
+        return Form(self.parsed_pattern, self.parsed_scheme)
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""

@@ -30,6 +30,7 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
     colours = colours_of(errors)
     return environment.get_template("page.html.j2").render(
         report=report,
+        asked=_asked(report["recipe"]),
         tokens=TOKENS,
         date=_date(report["date"]),
         predicted=predicted,
@@ -116,9 +117,22 @@ def _layer_rows(
     layers: Sequence[Mapping[str, Any]], times: Sequence[LayerTimes]
 ) -> list[dict[str, Any]]:
     return [
-        {**layer, "times": [(choice.dense, choice.chosen) for choice in own.choices]}
+        {
+            **layer,
+            "form": _form(layer),
+            "times": [(choice.dense, choice.chosen) for choice in own.choices],
+        }
         for layer, own in zip(layers, times, strict=True)
     ]
+
+
+def _asked(recipe: Mapping[str, Any]) -> str:
+    return "mixed forms" if recipe.get("forms") else _form(recipe)
+
+
+def _form(facts: Mapping[str, Any]) -> str:
+    """Pattern and scheme; reports of older versions have no scheme."""
+    return "+".join(text for text in (facts["pattern"], facts.get("scheme")) if text)
 
 
 def _grouped(kept: Mapping[str, str]) -> dict[str, list[str]]:
