@@ -46,10 +46,8 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
-        store_dtype: Round the new weight to what this dtype holds; the layer's own when None. A
-            weight on the grid of a scheme stays on it.
-        scales_out: Where the form has a scheme, `scales_out[name]` becomes the scales
-            [out, groups], float32.
+        store_dtype: Round the new weight to what this dtype holds, unless a scheme has a grid.
+        scales_out: Where the form has a scheme, its scales [out, groups] go to `scales_out[name]`.
 
     Raises:
         ArgumentError: Not an nn.Linear, or its weight is not finite.
@@ -65,7 +63,7 @@ def prune_layer(
         )
     shape = (layer.out_features, layer.in_features)
     form = recipe.form_of(name)
-    pattern = "dense" if form.pattern is None else str(form.pattern)
+    pattern, scheme = _words(form)
     if form == Form():
         return LayerReport(name, shape, pattern, "dense", 1.0, 0.0, 0, None, 0.0, "kept dense")
     begin = time.perf_counter()
@@ -86,7 +84,6 @@ def prune_layer(
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
     note = _note(recipe, usable, damping)
-    scheme = "" if form.scheme is None else str(form.scheme)
     return LayerReport(
         name, shape, pattern, method, density, error_part, tokens, damping, seconds, note, scheme
     )
@@ -145,6 +142,12 @@ def _prune(
     if recipe.refit:
         new = refit(exact, new, statistics.hessian(), damping=factor.damping, steps=recipe.refit)
     return new.to(weight.dtype), factor.damping
+
+
+def _words(form: Form) -> tuple[str, str]:
+    """Pattern and scheme as a report tells them."""
+    pattern = "dense" if form.pattern is None else str(form.pattern)
+    return pattern, "" if form.scheme is None else str(form.scheme)
 
 
 def _note(recipe: Recipe, statistics: Statistics | None, damping: float | None) -> str:
