@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
+from .compare import COMPARE
 from .convert import CONVERT
 from .doctor import DOCTOR
+from .evaluate import EVALUATE
 from .inspect import INSPECT
 from .sparsify import SPARSIFY
 from .verify import VERIFY
@@ -27,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (DOCTOR, SPARSIFY, INSPECT, CONVERT, VERIFY):
+for _command in (DOCTOR, SPARSIFY, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
     app.command(_command.__name__)(_command)
 
 
