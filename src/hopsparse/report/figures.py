@@ -26,16 +26,17 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 PAIR = ("#9aa4af", "#3b82c4")
 
 # A colour no plot uses by itself: the marker that `_themed` replaces.
-_INK = "#123456"
-_STYLE = {
+INK = "#123456"
+#: How all figures look.
+STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,
     "svg.fonttype": "none",
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
@@ -64,7 +65,7 @@ def error_bars(layers: Sequence[LayerError], colours: Mapping[str, str], width: 
     """
     blocks = sorted({layer.block for layer in layers})
     top = max((layer.error for layer in layers), default=0.0) or 1.0
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(width, 0.55 + 0.62 * len(colours)), layout="constrained")
         rows = figure.subplots(len(colours), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (kind, colour) in zip(rows, colours.items(), strict=True):
@@ -79,18 +80,18 @@ def error_bars(layers: Sequence[LayerError], colours: Mapping[str, str], width: 
             axes.yaxis.set_major_locator(MaxNLocator(2))
             axes.set_title(kind, loc="left", fontsize=9, pad=2)
             axes.set_axisbelow(True)
-            axes.grid(axis="y", color=_INK, alpha=0.15, linewidth=0.6)
+            axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
         step = max(1, len(blocks) // (15 if width == WIDE else 6))
         ticks = range(0, len(blocks), step)
         rows[-1].set_xticks(list(ticks), [str(blocks[tick]) for tick in ticks])
         rows[-1].set_xlabel("block")
         figure.supylabel("output error, %", fontsize=9)
-        return _svg(figure, "Output error of every pruned layer, by block")
+        return figure_svg(figure, "Output error of every pruned layer, by block")
 
 
 def predicted_bars(totals: Sequence[Total], colours: tuple[str, str], width: float) -> str:
     """Predicted time at each token count: dense is 1, the chosen plans are the other bar."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(width, 0.6 + 0.5 * len(totals)), layout="constrained")
         axes = figure.subplots()
         rows = range(len(totals))
@@ -104,10 +105,11 @@ def predicted_bars(totals: Sequence[Total], colours: tuple[str, str], width: flo
         axes.set_xlabel("predicted time, dense = 1")
         axes.set_xlim(0, 1.16)
         axes.invert_yaxis()
-        return _svg(figure, "Predicted time by token count, relative to dense")
+        return figure_svg(figure, "Predicted time by token count, relative to dense")
 
 
-def _svg(figure: Figure, title: str) -> str:
+def figure_svg(figure: Figure, title: str) -> str:
+    """The figure as SVG text, which takes its ink from the page; `title` names it for readers."""
     buffer = io.StringIO()
     # Without a date, and with ids made from the figure's name, the same report gives the same page.
     with rc_context({"svg.hashsalt": f"{title} {figure.get_figwidth()}"}):
@@ -122,7 +124,7 @@ def _themed(svg: str, title: str) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'^<svg [^>]*?viewBox="([^"]+)"[^>]*>', _svg_tag(title), svg, count=1, flags=re.S)
-    return svg.replace(_INK, "currentColor").strip()
+    return svg.replace(INK, "currentColor").strip()
 
 
 def _svg_tag(title: str) -> str:

@@ -1,0 +1,166 @@
+"""Measured costs of forms as values, and as a JSON file that grows block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, CheckpointError
+from ..formats import parse_form
+from ..measure import Decoder
+from ._files import read_json, write_json
+
+SCHEMA = 1
+_AGAIN = "--remeasure, or another output file"
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer.
+
+    Attributes:
+        shape: [out, k].
+        costs: Nats of KL a token by form; dense costs nothing.
+        note: Anything out of the ordinary, or empty.
+    """
+
+    shape: tuple[int, int]
+    costs: Mapping[str, float]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What each form costs each layer of a model.
+
+    Attributes:
+        layers: By full name, in run order.
+        decoder: What a decode step of the model reads.
+        kept_dense: Why each other linear layer stays dense.
+    """
+
+    layers: Mapping[str, LayerCosts]
+    decoder: Decoder
+    kept_dense: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What is out of the ordinary, by layer."""
+        return {name: layer.note for name, layer in self.layers.items() if layer.note}
+
+
+class SensitivityFile:
+    """The costs that are known, and where they are kept.
+
+    Args:
+        path: The JSON file; None keeps nothing.
+        identity: Model, recipe and text of the measurement, as JSON values.
+        layers: Costs that are known already.
+    """
+
+    def __init__(
+        self, path: Path | None, identity: Mapping[str, Any], layers: Mapping[str, LayerCosts]
+    ) -> None:
+        self._path = path
+        self._identity = dict(identity)
+        self._layers = dict(layers)
+
+    @classmethod
+    def open(
+        cls, path: Path | None, identity: Mapping[str, Any], remeasure: bool
+    ) -> SensitivityFile:
+        """Read what an earlier run left, if it measured the same.
+
+        Raises:
+            CheckpointError: The file is damaged, or about something else.
+        """
+        if path is None or remeasure or not path.exists():
+            return cls(path, identity, {})
+        stored = read_json(path)
+        before, layers = stored.get("identity"), stored.get("layers")
+        if stored.get("hopsparse_sensitivity") != SCHEMA or not (
+            isinstance(before, dict) and isinstance(layers, dict)
+        ):
+            raise _damaged(path)
+        for key, value in identity.items():
+            if before.get(key) != value:
+                raise CheckpointError(
+                    f"{path} was measured with {key} = {before.get(key)!r:.200}",
+                    need=f"the same; this run has {value!r:.200}",
+                    hint=_AGAIN,
+                )
+        return cls(path, identity, {name: _layer(path, facts) for name, facts in layers.items()})
+
+    def has(self, name: str, forms: Sequence[str]) -> bool:
+        """Whether a layer needs no measuring."""
+        known = self._layers.get(name)
+        if known is None:
+            return False
+        unreached = bool(known.note) and known.costs.keys() == {"dense"}
+        return unreached or set(forms) <= set(known.costs)
+
+    def add(self, layers: Mapping[str, LayerCosts]) -> None:
+        """Keep the costs of some layers; those of other forms, known before, stay.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
+        for name, layer in layers.items():
+            old = self._layers[name].costs if name in self._layers else {}
+            self._layers[name] = LayerCosts(layer.shape, {**old, **layer.costs}, layer.note)
+        if self._path is not None:
+            known = {name: _json(layer) for name, layer in self._layers.items()}
+            identity = {"hopsparse_sensitivity": SCHEMA, "identity": self._identity}
+            write_json(self._path, identity | {"layers": known})
+
+    def result(
+        self,
+        forms: Mapping[str, Sequence[str]],
+        decoder: Decoder,
+        kept_dense: Mapping[str, str],
+    ) -> Sensitivity:
+        """The costs of `forms`, by layer, and nothing else that the file may know."""
+        layers = {}
+        for name, wanted in forms.items():
+            known = self._layers[name]
+            costs = {form: known.costs[form] for form in wanted if form in known.costs}
+            layers[name] = LayerCosts(known.shape, costs or known.costs, known.note)
+        return Sensitivity(layers, decoder, kept_dense)
+
+
+def _json(layer: LayerCosts) -> dict[str, Any]:
+    return {"shape": list(layer.shape), "costs": dict(layer.costs), "note": layer.note}
+
+
+def _layer(path: Path, facts: object) -> LayerCosts:
+    """Read one layer.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if not isinstance(facts, dict) or facts.keys() != {"shape", "costs", "note"}:
+        raise _damaged(path)
+    shape, costs, note = facts["shape"], facts["costs"], facts["note"]
+    sides = isinstance(shape, list) and len(shape) == 2 and all(type(s) is int for s in shape)
+    if not sides or not isinstance(note, str) or not isinstance(costs, dict) or not costs:
+        raise _damaged(path)
+    for form, cost in costs.items():
+        try:
+            parse_form(form)
+        except ArgumentError:
+            raise _damaged(path) from None
+        number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
+        if not number or not math.isfinite(cost) or cost < 0:
+            raise _damaged(path)
+    return LayerCosts((shape[0], shape[1]), costs, note)
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged, or no file of measured costs",
+        need="what an earlier `hopsparse plan` left",
+        hint=_AGAIN,
+    )
