@@ -15,6 +15,7 @@ from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
 from .inspect import INSPECT
+from .plan import PLAN
 from .sparsify import SPARSIFY
 from .verify import VERIFY
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (DOCTOR, SPARSIFY, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
+for _command in (DOCTOR, SPARSIFY, PLAN, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
     app.command(_command.__name__)(_command)
 
 
