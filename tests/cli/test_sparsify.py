@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -224,3 +225,52 @@ def test_help_lists_the_commands(run: Run) -> None:
     assert result.exit_code == 0
     for name in ("doctor", "sparsify", "inspect", "convert", "verify"):
         assert name in result.stdout
+
+
+def test_schemes_and_forms_by_option(
+    run: Run, run_json: Callable[..., Any], dense_model: Path, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    texts = ("--calibration", text_file, "--eval", text_file, "--method", "magnitude")
+    forms = ("--form", "*.1.mlp.*=dense", "--form", "*.1.*=dense+int4:32")
+    words = ("sparsify", dense_model, "-o", out, *texts, *SMALL, "--quant", "int8", *forms)
+    report = run_json(*words)
+    assert {(row["pattern"], row["scheme"]) for row in report["layers"]} == {
+        ("2:4", "int8"),
+        ("dense", "int4:32"),
+    }
+    assert report["kept_dense"]["model.layers.1.mlp.up_proj"] == "dense by plan"
+    assert "mixed forms by magnitude" in (out / "report.html").read_text()
+    assert "nm 2:4+int8" in (out / "report.html").read_text()
+    repeated = [*shlex.split(report["command"])[1:], "--overwrite"]
+    again = run(*repeated)
+    assert again.exit_code == 0, again.output
+    shown = run_json("inspect", out)
+    rows = {(row["format"], row["pattern"], row["scheme"], row["dtype"]) for row in shown["layers"]}
+    assert rows == {("nm", "2:4", "int8", "bfloat16"), ("dense", "dense", "int4:32", "bfloat16")}
+    text = run("inspect", out).output
+    assert "scheme" in text
+    assert "int4:32" in text
+    assert run("verify", out).exit_code == 0
+    refused = run("convert", out, "-o", tmp_path / "plain", "--to", "dense")
+    assert refused.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--quant", "int9"), "int9"),
+        (("--quant", "int4:48"), "48"),
+        (("--form", "6:8"), "GLOB=FORM"),
+        (("--form", "*=7:8+"), "''"),
+        (("--form", "*nothing=6:8"), "*nothing"),
+    ],
+    ids=str,
+)
+def test_schemes_and_forms_that_mean_nothing(
+    run: Run, dense_model: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    result = run("sparsify", dense_model, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert not (tmp_path / "out").exists()

@@ -205,7 +205,7 @@ def _check_globs(globs: tuple[str, ...], linears: dict[nn.Linear, list[str]]) ->
     for glob in globs:
         if names and not any(fnmatchcase(name, glob) for name in names):
             raise ArgumentError(
-                f"a glob {glob!r} of layers to keep that matches no linear layer",
+                f"a glob {glob!r} of layers that matches no linear layer",
                 need="globs over full layer names, such as " + ", ".join(names[:4]),
                 hint=f"'*{glob.strip('*')}*', or without it",
             )
