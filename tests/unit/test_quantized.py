@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,8 @@ from torch import Tensor
 from hopsparse.errors import ArgumentError, CheckpointError, FormatError
 from hopsparse.formats import (
     FORMATS,
+    BlockPattern,
+    Form,
     MatrixFacts,
     Quantized,
     Scheme,
@@ -19,6 +24,7 @@ from hopsparse.formats import (
     parse_scheme,
     read_matrices,
     restore_matrix,
+    storage_for,
     write_matrices,
 )
 from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
@@ -34,6 +40,7 @@ from hopsparse.quant import (
 
 SCHEMES = ("int8", "int8:64", "fp8", "fp8:32", "int4", "int4:32/int4", "int4:0/fp8")
 PATTERNS = ("2:4", "6:8", "1:4", "4:8", "unstructured:0.5", "block:16x16", "dense")
+DOCS = Path(__file__).parents[2] / "docs"
 SHAPES = ((64, 64), (1, 40), (3, 100), (70, 33))
 
 
@@ -147,6 +154,49 @@ def test_nibbles_pack_low_first_and_come_back(shape: tuple[int, ...]) -> None:
     for index, byte in enumerate(packed.tolist()):
         pair = codes.flatten().tolist()[2 * index : 2 * index + 2]
         assert byte == sum((code & 15) << (4 * place) for place, code in enumerate(pair))
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_documented_decoder_reads_what_is_packed(count: int) -> None:
+    text = (DOCS / "formats.md").read_text()
+    found = re.search(r"```python\n(def int4_codes.*?)```", text, re.DOTALL)
+    assert found is not None
+    namespace: dict[str, object] = {"np": np}
+    exec(found[1], namespace)
+    codes = torch.arange(-8, 8, dtype=torch.int8)[-count:] - 3
+    decoded = namespace["int4_codes"](pack_nibbles(codes).numpy(), count)  # type: ignore[operator]
+    assert decoded.tolist() == codes.tolist()
+
+
+def bits_a_weight(form: Form, side: int = 4096) -> float:
+    """From facts alone, with half of what `Unstructured` and blocks keep."""
+    pattern, shape = form.pattern, (side, side)
+    fmt = "dense" if pattern is None else storage_for(pattern, shape)
+    attributes: dict[str, int | str] = {"pattern": str(pattern)} if fmt == "nm" else {}
+    if fmt == "bitmask":
+        attributes = {"nnz": side * side // 2}
+    if isinstance(pattern, BlockPattern):
+        attributes = {"block": "32x32", "blocks": side * side // 32 // 32 // 2}
+    facts = MatrixFacts(fmt, shape, "bfloat16", attributes)
+    if form.scheme is not None:
+        own = {"codes": fmt, "scheme": str(form.scheme), "dtype": "bfloat16"}
+        facts = MatrixFacts("quantized", shape, "bfloat16", own | attributes)
+    stored = sum(prod(size) * dtype.itemsize for size, dtype in facts.part_specs().values())
+    return 8 * stored / side**2
+
+
+def test_the_documented_bits_are_those_of_the_parts() -> None:
+    rows = re.findall(
+        r"^\| `(\S+)` \| `(\w+)` \|((?: [\d.]+ \|)+)$", (DOCS / "quant.md").read_text(), re.M
+    )
+    assert len(rows) == 7
+    for pattern, fmt, cells in rows:
+        value = parse_form(pattern).pattern
+        assert fmt == ("dense" if value is None else storage_for(value, (4096, 4096)))
+        for scheme, said in zip(
+            ("", "+int8", "+int4:128", "+int4:64", "+int4:32"), cells.split("|")[:-1], strict=True
+        ):
+            assert f"{bits_a_weight(parse_form(pattern + scheme)):.2f}" == said.strip()
 
 
 def test_scales_are_stored_in_the_dtype_of_the_scheme() -> None:
