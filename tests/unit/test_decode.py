@@ -170,9 +170,12 @@ def test_more_context_and_a_larger_batch_take_longer() -> None:
     assert decode_step(model, {}, Workload(8, 2048), H200).time_us > base.time_us
 
 
-def test_dense_in_a_scheme_is_what_choose_compares_with() -> None:
+def test_a_sparse_layer_is_compared_with_dense_in_its_scheme_and_gains_over_dense() -> None:
     found = choose(product("2:4+int8"), 1, H200)
-    assert found.dense.bytes == predict(product("dense+int8"), 1, H200).bytes
+    assert found.fallback == predict(product("dense+int8"), 1, H200)
+    assert found.dense == predict(product("dense"), 1, H200)
+    small = choose(product("2:4+int8", (576, 576)), 1, H200)
+    assert small.chosen is small.fallback
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_json_holds_every_plan_and_says_that_nothing_was_measured() -> None:
     _, pareto = solved("floor")
     facts = json.loads(json.dumps(pareto.to_json(), allow_nan=False))
     assert facts["measured"] is False
+    assert Pareto.from_json(facts) == pareto
     assert len(facts["front"]) == len(pareto.front)
     assert facts["chosen"]["layers_by_form"] == dict(pareto.chosen.shares)  # type: ignore[union-attr]
 

@@ -9,8 +9,11 @@ import pytest
 
 import hopsparse.report as report_module
 from hopsparse.errors import ArgumentError, CheckpointError, UnsupportedError
+from hopsparse.models.budget import solve_within
 from hopsparse.report import check_extras, predict_layers, write_report
+from hopsparse.report.pareto import pareto_of
 from tests.helpers.report_dict import example_report
+from tests.unit.test_budget import problem
 
 _LINKS = ("src", "href", "xlink:href", "action", "srcset", "poster", "data")
 
@@ -155,3 +158,25 @@ def test_predictions_cover_every_layer_and_say_what_they_assume() -> None:
     assert predicted.to_json()["measured"] is False
     wide = [{**layer, "bytes_dense": 2 * layer["bytes_dense"]} for layer in report["layers"]]
     assert any("32-bit" in note for note in predict_layers(wide).notes)
+
+
+def test_a_quantised_layer_gains_over_the_dense_one_without_a_scheme() -> None:
+    layer = example_report(blocks=1)["layers"][0] | {"shape": [8192, 8192], "scheme": "int8"}
+    layer["bytes_dense"] = 2 * 8192 * 8192
+    (found,) = predict_layers([layer]).layers
+    (plain,) = predict_layers([{**layer, "scheme": ""}]).layers
+    for rounded, half in zip(found.choices, plain.choices, strict=True):
+        assert rounded.dense == half.dense
+        assert rounded.chosen.time_us < half.chosen.time_us
+
+
+@pytest.mark.parametrize("budget", [1.05, None])
+def test_the_page_shows_the_plans_of_a_front(tmp_path: Path, budget: float | None) -> None:
+    made = problem(layers=8)
+    _, solution = solve_within(made, 1.05)
+    pareto = pareto_of(made, solution, budget=budget)
+    report = example_report(blocks=1) | {"pareto": pareto.to_json()}
+    page = read(write_report(report, tmp_path / "report.html"))
+    for words in ("Quality against predicted speed", "all 2:4+int8", "100 % 2:4+int8"):
+        assert words in page.text
+    assert ("a budget of 1.05" in page.text) == (budget is not None)

@@ -137,7 +137,11 @@ def layer_cost(
     product = Product.of(shape, parse_form(form) if isinstance(form, str) else form, dtype)
     chosen = choose(product, batch, target)
     note = chosen.sparse.note
-    if product.fmt != "dense" and chosen.chosen is chosen.dense and chosen.sparse.plan != "dense":
+    if (
+        product.fmt != "dense"
+        and chosen.chosen is chosen.fallback
+        and chosen.sparse.plan != "dense"
+    ):
         note = f"{product.fmt} would be slower: runs as the dense product"
     return PartCost(
         time_us=chosen.chosen.time_us,

@@ -11,7 +11,7 @@ them is taken to reach what the product of its inputs' type reaches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..plan import Peak, Target
@@ -78,15 +78,22 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Choice:
-    """Both predictions of one product, and the plan that the faster one names."""
+    """The predictions of one product, and which of its plans is faster.
+
+    Attributes:
+        dense: The layer as it was: all entries, and no scheme.
+        sparse: By the plan of its format.
+        fallback: All entries in the scheme of the layer; without a scheme, `dense`.
+    """
 
     dense: Prediction
     sparse: Prediction
+    fallback: Prediction
 
     @property
     def chosen(self) -> Prediction:
         """The faster one: a sparse layer is never slower than dense, it runs as dense instead."""
-        return self.sparse if self.sparse.time_us < self.dense.time_us else self.dense
+        return self.sparse if self.sparse.time_us < self.fallback.time_us else self.fallback
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,10 @@ class Total:
 
     Attributes:
         tokens: Rows of x.
-        dense_us: Every layer dense.
+        dense_us: Every layer dense, and without a scheme.
         sparse_us: Every layer by its sparse plan, even where that is slower.
         chosen_us: Every layer by the faster plan.
-        sparse_layers: Layers whose faster plan is the sparse one.
+        sparse_layers: Layers whose faster plan is a sparse one.
         layers: All layers.
     """
 
@@ -151,14 +158,19 @@ def floor_us(product: Product, tokens: int, target: Target) -> float:
 
 
 def choose(product: Product, tokens: int, target: Target) -> Choice:
-    """Predict `product` as stored and as dense in the same scheme.
+    """Predict `product` as stored, as dense in its scheme, and as dense without one.
 
     Example:
         >>> from hopsparse.plan import TARGETS
         >>> choose(Product((576, 576), fmt="nm", pattern="2:4"), 1, TARGETS["h200"]).chosen.plan
         'dense'
     """
-    return Choice(predict(product.as_dense(), tokens, target), predict(product, tokens, target))
+    rounded = product.as_dense()
+    return Choice(
+        dense=predict(replace(rounded, scheme=""), tokens, target),
+        sparse=predict(product, tokens, target),
+        fallback=predict(rounded, tokens, target),
+    )
 
 
 def whole_model(products: Sequence[Product], tokens: Iterable[int], target: Target) -> list[Total]:

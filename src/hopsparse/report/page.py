@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..units import bytes_text, duration_text, time_text
 from .figures import NARROW, PAIR, PALETTE, TIMES, WIDE, LayerError, error_bars, predicted_bars
+from .pareto import Pareto, pareto_svg, share_text
 from .predicted import TOKENS, LayerTimes, Predicted
 
 
@@ -26,9 +27,12 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
     environment.filters.update(
         size=bytes_text, duration=duration_text, micros=lambda us: time_text(us, "µ")
     )
+    environment.filters["shares"] = share_text
     errors = layer_errors(report["layers"])
     colours = colours_of(errors)
+    pareto = Pareto.from_json(report["pareto"]) if report.get("pareto") else None
     return environment.get_template("page.html.j2").render(
+        pareto=pareto,
         report=report,
         asked=_asked(report["recipe"]),
         tokens=TOKENS,
@@ -43,6 +47,7 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
             "predicted": [
                 predicted_bars(predicted.totals, PAIR, width) for width in (WIDE, NARROW)
             ],
+            "pareto": [pareto_svg(pareto, width) for width in (WIDE, NARROW)] if pareto else [],
         },
         layers=_layer_rows(report["layers"], predicted.layers),
         kept=_grouped(report["kept_dense"]),

@@ -67,6 +67,18 @@ class ParetoPoint:
             "layers_by_form": dict(self.shares),
         }
 
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> ParetoPoint:
+        """Read what `to_json` wrote."""
+        return cls(
+            facts["label"],
+            facts["perplexity_ratio"],
+            facts["gain"],
+            facts["value"],
+            facts["weight_bytes"],
+            facts["layers_by_form"],
+        )
+
 
 @dataclass(frozen=True)
 class Pareto:
@@ -117,6 +129,21 @@ class Pareto:
             "front": [point.to_json() for point in self.front],
             "uniform": [point.to_json() for point in self.uniform],
         }
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Pareto:
+        """Read what `to_json` wrote."""
+        return cls(
+            objective=facts["objective"],
+            target=facts["target"],
+            batch=facts["batch"],
+            context=facts["context"],
+            scale=facts["scale"],
+            front=tuple(map(ParetoPoint.from_json, facts["front"])),
+            uniform=tuple(map(ParetoPoint.from_json, facts["uniform"])),
+            chosen=ParetoPoint.from_json(facts["chosen"]) if facts["chosen"] else None,
+            budget=facts["budget"],
+        )
 
 
 def pareto_of(

@@ -106,6 +106,7 @@ def product_of(layer: Mapping[str, Any]) -> Product:
         fmt=str(layer["format"]),
         pattern=str(layer["pattern"]),
         density=float(layer["density"]),
+        scheme=str(layer.get("scheme", "")),
     )
 
 
