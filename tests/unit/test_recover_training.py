@@ -16,6 +16,7 @@ from hopsparse.errors import (
 from hopsparse.formats import NM
 from hopsparse.nn import SparseLinear
 from hopsparse.recover import Corpus, LowRank, RecoverOptions
+from hopsparse.recover.layers import MaskedLinear
 from tests.helpers.tiny_recover import (
     TOKENS,
     TinyModel,
@@ -164,6 +165,25 @@ def test_sr_ste_ends_in_legal_masks_that_moved() -> None:
         layer.matrix.validate()
         moved += int(((weight != 0) & (before[name] == 0)).sum())
     assert moved > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sr_ste_pulls_pruned_weights_once_a_step(accumulation: int) -> None:
+    """Plain descent of a loss without a gradient: pruned weights shrink by lr * decay of them."""
+    _, student = teacher_and_student()
+    layer = MaskedLinear(student.get_submodule("blocks.0.up"))
+    layer.select(0.25)
+    with torch.no_grad():
+        layer.weight.masked_fill_(
+            layer.pruned, 0.5 * float(layer.weight[layer.weight != 0].abs().min())
+        )
+    before = layer.weight.detach().clone()
+    for _ in range(accumulation):
+        (0 * layer(torch.ones(1, 16)).sum()).backward()
+    layer.pull()
+    assert layer.weight.grad is not None
+    expected = torch.where(layer.pruned, 0.25 * before, torch.zeros(()))
+    assert torch.equal(layer.weight.grad, expected)
 
 
 def test_sr_ste_needs_n_of_m() -> None:

@@ -16,6 +16,7 @@ from .doctor import DOCTOR
 from .evaluate import EVALUATE
 from .inspect import INSPECT
 from .plan import PLAN
+from .recover import RECOVER
 from .sparsify import SPARSIFY
 from .verify import VERIFY
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (DOCTOR, SPARSIFY, PLAN, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
+for _command in (DOCTOR, SPARSIFY, PLAN, RECOVER, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
     app.command(_command.__name__)(_command)
 
 

@@ -16,5 +16,6 @@ from .run import recover as recover
 from .state import STATE_FILE as STATE_FILE
 from .state import StateFile as StateFile
 from .state import Trajectory as Trajectory
+from .storage import Storage as Storage
 from .teacher import cache_bytes as cache_bytes
 from .windows import Corpus as Corpus

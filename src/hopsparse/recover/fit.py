@@ -141,10 +141,13 @@ class Fit:
             loss += mine.detach()
         summed, asked = machine.total(float(loss), float(interrupt.asked))
         self._check_finite(summed, step)
-        if options.clip:
+        if not options.clip:
+            machine.unscale()
+        else:
             norm = float(machine.clip(list(self._student.trained.values()), options.clip))
             if not machine.skips_steps:
                 self._check_finite(norm, step, "the gradient's norm")
+        self._student.before_step()
         self._stepper.step()
         self._stepper.zero_grad(set_to_none=True)
         self._student.after_step(step)

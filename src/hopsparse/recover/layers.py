@@ -81,7 +81,7 @@ class MaskedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., k] -> [..., out]."""
         keep: Any = _Kept.apply
-        kept: Tensor = keep(self.weight, self.pruned, self._decay)
+        kept: Tensor = keep(self.weight, self.pruned, self.selecting)
         scheme = self._storage.scheme
         if scheme is None:
             return F.linear(x, kept, self.bias)
@@ -110,6 +110,12 @@ class MaskedLinear(nn.Module):
             )
         self._decay = decay
         torch.logical_not(keep_mask(self.weight.abs(), self.pattern), out=self.pruned)
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Add the pull of SR-STE to the gradient: once a step, however many parts it had."""
+        if self._decay is not None and self.weight.grad is not None:
+            self.weight.grad.add_(self.weight.masked_fill(~self.pruned, 0.0), alpha=self._decay)
 
     @torch.no_grad()
     def freeze(self) -> None:
@@ -141,22 +147,19 @@ class MaskedLinear(nn.Module):
 
 
 class _Kept(torch.autograd.Function):
-    """The weight that is multiplied; pruned entries get no gradient, or that of SR-STE."""
+    """The weight that is multiplied; pruned entries get no gradient, or in SR-STE that of kept."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, pruned: Tensor, decay: float | None) -> Tensor:
-        ctx.decay = decay
-        if decay is None:
-            ctx.save_for_backward(pruned)
-            return weight.view_as(weight)
-        ctx.save_for_backward(pruned, weight)
-        return weight.masked_fill(pruned, 0.0)
+    def forward(ctx: Any, weight: Tensor, pruned: Tensor, selecting: bool) -> Tensor:
+        ctx.selecting = selecting
+        if selecting:
+            return weight.masked_fill(pruned, 0.0)
+        ctx.save_for_backward(pruned)
+        return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        if ctx.decay is None:
-            (pruned,) = ctx.saved_tensors
-            return grad.masked_fill(pruned, 0.0), None, None
-        pruned, weight = ctx.saved_tensors
-        return grad + ctx.decay * weight.masked_fill(~pruned, 0.0), None, None
+        if ctx.selecting:
+            return grads[0], None, None
+        (pruned,) = ctx.saved_tensors
+        return grads[0].masked_fill(pruned, 0.0), None, None

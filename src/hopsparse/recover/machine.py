@@ -82,6 +82,10 @@ class Machine:
         norm: Tensor = self._accelerator.clip_grad_norm_(parameters, most)
         return norm
 
+    def unscale(self) -> None:
+        """Take the loss scale of fp16 out of the gradients; `clip` does it too."""
+        self._accelerator.unscale_gradients()
+
     def total(self, *numbers: float) -> list[float]:
         """Each number summed over the processes."""
         if self.world == 1:

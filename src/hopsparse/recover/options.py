@@ -26,7 +26,7 @@ class RecoverOptions:
             cosine.
         weight_decay: Decoupled weight decay of matrices; norms and biases never decay.
         betas: Of AdamW.
-        clip: Largest norm of the gradient; 0 does not clip.
+        clip: Largest norm of the gradient, without the pull of sr-ste; 0 does not clip.
         batch_windows: Windows of one step, over all processes together.
         window_tokens: Tokens of a window.
         accumulation: Parts in which each process runs its share of a step, to save memory.

@@ -50,6 +50,7 @@ class Task:
         resume: Continue from it.
         make_optimizer: The optimizer; AdamW when None.
         tell: Called after each step.
+        tell_cache: Called after each window that the teacher's cache holds: windows done, in all.
     """
 
     layout: Layout
@@ -60,6 +61,7 @@ class Task:
     resume: bool = False
     make_optimizer: OptimizerFactory | None = None
     tell: StepCallback = lambda *_: None
+    tell_cache: Callable[[int, int], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         self.corpus.check_length(self.options.window_tokens)
@@ -135,7 +137,7 @@ def _end_to_end(
     cached = 0
     if task.options.cache_teacher:
         assert isinstance(lessons, Live)
-        kept = Cached(lessons, _asked_for(task, trajectory.step), task.options)
+        kept = Cached(lessons, _asked_for(task, trajectory.step), task.options, task.tell_cache)
         lessons, cached = kept, kept.nbytes
     objective = EndToEnd(
         student.model, task.layout, lessons, task.corpus, task.options, task.machine

@@ -70,6 +70,11 @@ class Student:
         part.trained = _below(self.trained, prefix)
         return part
 
+    def before_step(self) -> None:
+        """What is added to the gradients of a whole step."""
+        for layer in self.layers.values():
+            layer.pull()
+
     def after_step(self, step: int) -> None:
         """What follows an optimizer step: zeros are zeros again, masks and scales are renewed."""
         options = self._options
