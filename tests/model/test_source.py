@@ -59,6 +59,8 @@ def write_gguf(path: Path, state: dict[str, Tensor], architecture: str = "llama"
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*ALPHABET, "<end>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * len(ALPHABET) + [gguf.TokenType.CONTROL])
+    # Without merges transformers derives a tokenizer from the scores.
+    writer.add_token_scores([0.0] * (len(ALPHABET) + 1))
     writer.add_bos_token_id(len(ALPHABET))
     writer.add_eos_token_id(len(ALPHABET))
     for name, weight in state.items():

@@ -72,6 +72,17 @@ class OpenedModel:
             )
         return windows
 
+    def vocabulary(self) -> dict[str, int]:
+        """Tokens and ids; those that the model has no logit for are left out.
+
+        transformers adds special tokens to what a GGUF file holds.
+        """
+        size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        known: dict[str, int] = self.tokenizer.get_vocab()
+        if not isinstance(size, int):
+            return known
+        return {token: index for token, index in known.items() if index < size}
+
     def to_json(self) -> dict[str, Any]:
         """What a report says of it."""
         return {
@@ -126,7 +137,7 @@ def check_alike(a: OpenedModel, b: OpenedModel, texts: Iterable[Text]) -> None:
     Raises:
         ArgumentError: Vocabularies differ, or texts are cut into other tokens.
     """
-    ours, theirs = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
+    ours, theirs = a.vocabulary(), b.vocabulary()
     hint = "a model and what was made from it"
     if ours != theirs:
         odd = sorted(word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word))
