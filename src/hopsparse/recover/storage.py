@@ -107,7 +107,7 @@ def stored_entries(matrix: SparseMatrix) -> Tensor:
         return nonzero(matrix.to_dense())
     parts = matrix.parts()
     values = parts[matrix.VALUES]
-    # One in each slot; one byte each, whatever the dtype of the values, would change the layout.
+    # By way of float32: torch fills no 8-bit floats on some devices.
     filled = torch.ones(values.shape, dtype=torch.float32, device=values.device).to(values.dtype)
     return nonzero(matrix.with_parts({**parts, matrix.VALUES: filled}).to_dense())
 
