@@ -191,6 +191,25 @@ def test_resumed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("recover-state*"))
 
 
+def test_another_optimizer_can_be_plugged_in(folder: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def descent(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        seen.extend(groups[0]["names"])
+        return torch.optim.SGD(groups, lr=0.1)
+
+    recover_checkpoint(
+        sparsified(folder),
+        tmp_path / "out",
+        teacher=str(folder / "dense"),
+        options=OPTIONS,
+        texts=RecoverTexts(folder / "train.txt", folder / "eval.txt", 8, 3, 2, 24),
+        make_optimizer=descent,
+    )
+    assert len(seen) == 21
+    assert "model.layers.0.self_attn.q_proj.weight" in seen
+
+
 def test_held_out_windows_share_no_token_with_training_windows() -> None:
     ids = torch.arange(1000)
     corpus = split_windows(ids, 200, 5, 32, seed=3)

@@ -22,6 +22,7 @@ from ..recover import (
     Layout,
     LowRank,
     Machine,
+    OptimizerFactory,
     Recovered,
     RecoverOptions,
     StateFile,
@@ -61,6 +62,7 @@ def recover_checkpoint(
     options: RecoverOptions,
     texts: RecoverTexts = RecoverTexts(),  # noqa: B008
     progress: ProgressCallback = lambda _: None,
+    make_optimizer: OptimizerFactory | None = None,
 ) -> dict[str, Any]:
     """Train the sparse layers of a checkpoint towards its dense model, and write a new checkpoint.
 
@@ -74,6 +76,7 @@ def recover_checkpoint(
         options: How to train.
         texts: What to train and evaluate on, and where.
         progress: Called after each step and at each phase.
+        make_optimizer: Makes the optimizer from parameter groups; AdamW when None.
 
     Returns:
         The report that is also written as OUT/recover.json.
@@ -103,7 +106,7 @@ def recover_checkpoint(
             with _writer(Path(out), texts, machine) as writer:
                 machine.wait()
                 tell = progress if machine.is_main else _nothing
-                report = job.run(Path(out), machine, tell)
+                report = job.run(Path(out), machine, tell, make_optimizer)
                 if writer is not None:
                     report["seconds"]["total"] = round(time.monotonic() - started, 1)
                     report["peak_memory_bytes"] = peak_memory_bytes()
@@ -153,7 +156,13 @@ class _Job:
         cut = cut_texts(source.tokenizer(), options, texts, source.config)
         return cls(reader, source, options, texts, cut)
 
-    def run(self, out: Path, machine: Machine, progress: ProgressCallback) -> dict[str, Any]:
+    def run(
+        self,
+        out: Path,
+        machine: Machine,
+        progress: ProgressCallback,
+        make_optimizer: OptimizerFactory | None,
+    ) -> dict[str, Any]:
         """Load both models, train, and judge what will be stored."""
         progress(Progress("load", 0, 1, "loading both models", None))
         self.student = load(self.reader.folder, dtype=torch.float32)
@@ -178,6 +187,7 @@ class _Job:
                 machine,
                 file,
                 self.texts.resume,
+                make_optimizer,
                 tell=_told(progress),
                 tell_cache=lambda n, total: progress(Progress("teacher", n, total, "", None)),
             ),

@@ -209,9 +209,8 @@ def _first_inputs(model: nn.Module, task: Task) -> Activations:
 
 def _done(student: Student, paths: list[str]) -> Mapping[str, Tensor]:
     """What finished blocks hold, by name."""
-    insides = tuple(f"{path}." for path in paths)
-    snapshot = student.snapshot() if paths else {}
-    return {f"done.{name}": each for name, each in snapshot.items() if name.startswith(insides)}
+    inside = tuple(f"{path}." for path in paths)
+    return {f"done.{name}": each for name, each in student.snapshot(inside).items()}
 
 
 def _numbered(tell: StepCallback, stage: int, stages: int) -> StepCallback:

@@ -95,9 +95,14 @@ class Student:
         for layer in self.layers.values():
             layer.rescale()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Copies of all that training changes: weights, masks that move, scales."""
-        return {name: tensor.detach().clone() for name, tensor in self._changing().items()}
+    def snapshot(self, inside: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
+        """Copies of all that training changes: weights, masks that move, scales.
+
+        Args:
+            inside: Starts of the names that are wanted.
+        """
+        changing = self._changing().items()
+        return {n: tensor.detach().clone() for n, tensor in changing if n.startswith(inside)}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
