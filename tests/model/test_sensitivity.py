@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from transformers import LlamaForCausalLM
 
 from hopsparse.errors import ArgumentError, CalibrationError, CheckpointError
 from hopsparse.formats import Form, parse_form
+from hopsparse.measure import Decoder
 from hopsparse.models._fisher import BlockLoader, Sample, layer_samples, run_back
+from hopsparse.models._sensitivity_file import SensitivityFile, coherence
 from hopsparse.models.options import Progress
 from hopsparse.models.rules import family_blocks, family_of
 from hopsparse.models.sensitivity import (
@@ -106,7 +109,7 @@ def test_predicted_kl_of_the_last_layer_is_the_measured_one(folder: Path) -> Non
     change = perturbation(folder, OUT, 0.01)
     sample = sample_of(folder, OUT, windows)
     weight = torch.zeros_like(change)
-    predicted = kl_per_token(sample, weight, change, Form(), None, 16 * 128)
+    predicted = kl_per_token(sample, weight, change, Form(), None, 16 * 128).alone
     terms = torch.cat(
         [
             (g * (x @ change.t())).sum(-1).square() / 2
@@ -129,10 +132,13 @@ def test_squared_sums_over_a_window_are_unbiased_in_every_layer(folder: Path, na
     window = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(0))
     change = perturbation(folder, name, 0.01)
     sample = sample_of(folder, name, [window] * draws)
-    sums = torch.stack(
-        [(g * (x @ change.t())).sum().double() for x, g in zip(sample.x, sample.g, strict=True)]
+    zero = torch.zeros_like(change)
+    halves = torch.tensor(
+        [
+            kl_per_token(Sample([x], [g]), zero, change, Form(), None, 1).together
+            for x, g in zip(sample.x, sample.g, strict=True)
+        ]
     )
-    halves = sums.square() / 2
     error = float(halves.std()) / draws**0.5
     measured = measured_kl(folder, name, change, [window])
     assert error < 0.15 * measured
@@ -145,8 +151,8 @@ def test_rounded_inputs_count_as_error() -> None:
     form = parse_form("dense+int8")
     # 0.4 becomes 0 on a grid of steps of 1: the output moves by 0.8.
     cost = kl_per_token(Sample([x], [g]), weight, weight, form, None, 1)
-    assert cost == pytest.approx(0.8**2 / 2)
-    assert kl_per_token(Sample([x], [g]), weight, weight, Form(), None, 1) == 0
+    assert cost == pytest.approx((0.8**2 / 2, 0.8**2 / 2))
+    assert kl_per_token(Sample([x], [g]), weight, weight, Form(), None, 1) == (0, 0)
 
 
 def test_every_layer_is_measured_in_every_form(folder: Path, options: SensitivityOptions) -> None:
@@ -170,13 +176,39 @@ def test_every_layer_is_measured_in_every_form(folder: Path, options: Sensitivit
 
 
 def test_additive_costs_are_sums_of_what_was_measured_alone(
-    folder: Path, options: SensitivityOptions
+    folder: Path, options: SensitivityOptions, tmp_path: Path
 ) -> None:
-    added = replace(options, additive=True)
-    found = measure_sensitivity(str(folder), Recipe(), ("2:4+int8",), options=added)
-    alone = measure_sensitivity(str(folder), Recipe(), ("2:4", "dense+int8"), options=options)
-    for name, layer in found.layers.items():
-        assert layer.costs == {"2:4+int8": sum(alone.layers[name].costs.values())}
+    def measured(name: str, forms: tuple[str, ...], additive: bool) -> dict[str, Any]:
+        path, chosen = tmp_path / name, replace(options, additive=additive)
+        measure_sensitivity(str(folder), Recipe(), forms, options=chosen, path=path)
+        layers: dict[str, Any] = json.loads(path.read_text())["layers"]
+        return layers
+
+    added = measured("added.json", ("2:4+int8",), True)
+    alone = measured("alone.json", ("2:4", "dense+int8"), False)
+    for name, layer in added.items():
+        for what in ("costs", "together"):
+            assert layer[what] == {"2:4+int8": sum(alone[name][what].values())}
+
+
+def test_layers_of_one_kind_share_how_errors_add_up() -> None:
+    layers = {
+        "0.v": LayerCosts(
+            (8, 8), {"dense": 0.0, "2:4": 0.1, "6:8": 0.0}, "", {"2:4": 0.5, "6:8": 0.0}
+        ),
+        "1.v": LayerCosts((8, 8), {"dense": 0.0, "2:4": 0.4}, "", {"2:4": 0.4}),
+        "1.q": LayerCosts((8, 8), {"2:4": 0.1}, "", {"2:4": 0.05}),
+    }
+    # 12 windows of 2 layers say 3, 12 windows of one layer say 0.5; 8 more say 1.
+    expected = {("v", "2:4"): (24 * 3 + 8) / 32, ("q", "2:4"): (12 * 0.5 + 8) / 20}
+    assert coherence(layers, 12) == pytest.approx(expected)
+    file = SensitivityFile(None, {}, layers)
+    decoder = Decoder({}, (8, 8), 1, 8)
+    forms = {"0.v": ("dense", "2:4"), "1.v": ("2:4",), "1.q": ("2:4",)}
+    found = file.result(forms, decoder, {}, 12).layers
+    assert found["0.v"].costs == pytest.approx({"dense": 0.0, "2:4": 0.1 * 2.5})
+    assert found["1.v"].costs == pytest.approx({"2:4": 0.4 * 2.5})
+    assert found["1.q"].costs == pytest.approx({"2:4": 0.1 * 0.7})
 
 
 def test_a_form_that_does_not_fit_is_left_out(folder: Path, options: SensitivityOptions) -> None:
@@ -236,8 +268,12 @@ def test_what_is_known_is_not_measured_again(
     assert measure(*FORMS) == expected
     assert measure("6:8").layers[OUT].costs == {"6:8": expected.layers[OUT].costs["6:8"]}
     assert steps == []
-    measure("2:4+fp8")
+    before = json.loads(path.read_text())["layers"][OUT]["costs"]
+    measure("2:4+fp8", "dense")
     assert len(steps) == 9
+    after = json.loads(path.read_text())["layers"][OUT]["costs"]
+    assert after.keys() - before.keys() == {"2:4+fp8"}
+    assert before.items() <= after.items()
 
 
 @pytest.mark.parametrize(
@@ -276,6 +312,8 @@ def test_costs_of_another_run_are_refused(
         lambda facts: facts["layers"][OUT].update(costs={"2:4": -1.0}),
         lambda facts: facts["layers"][OUT].update(costs={"2:4": float("nan")}),
         lambda facts: facts["layers"][OUT].pop("note"),
+        lambda facts: facts["layers"][OUT].update(together={"2:4": 0.1}),
+        lambda facts: facts["layers"][OUT].update(together={"6:8": -0.1}),
     ],
 )
 def test_a_damaged_file_is_refused(

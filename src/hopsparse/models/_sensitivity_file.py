@@ -14,6 +14,8 @@ from ..measure import Decoder
 from ._files import read_json, write_json
 
 SCHEMA = 1
+_PRIOR_WINDOWS = 8
+_DENSE = "dense"
 _AGAIN = "--remeasure, or another output file"
 
 
@@ -25,11 +27,14 @@ class LayerCosts:
         shape: [out, k].
         costs: Nats of KL a token by form; dense costs nothing.
         note: Anything out of the ordinary, or empty.
+        together: The same with products of different tokens counted, where it was measured: exact
+            on average, and noisy.
     """
 
     shape: tuple[int, int]
     costs: Mapping[str, float]
     note: str = ""
+    together: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,14 @@ class SensitivityFile:
                 )
         return cls(path, identity, {name: _layer(path, facts) for name, facts in layers.items()})
 
-    def has(self, name: str, forms: Sequence[str]) -> bool:
-        """Whether a layer needs no measuring."""
+    def missing(self, name: str, forms: Sequence[str]) -> tuple[str, ...]:
+        """Those of `forms` to be measured; none of a layer that no token reached."""
         known = self._layers.get(name)
         if known is None:
-            return False
-        unreached = bool(known.note) and known.costs.keys() == {"dense"}
-        return unreached or set(forms) <= set(known.costs)
+            return tuple(forms)
+        if known.note and known.costs.keys() == {_DENSE}:
+            return ()
+        return tuple(form for form in forms if form != _DENSE and form not in known.costs)
 
     def add(self, layers: Mapping[str, LayerCosts]) -> None:
         """Keep the costs of some layers; those of other forms, known before, stay.
@@ -109,8 +115,10 @@ class SensitivityFile:
             CheckpointError: The file cannot be written.
         """
         for name, layer in layers.items():
-            old = self._layers[name].costs if name in self._layers else {}
-            self._layers[name] = LayerCosts(layer.shape, {**old, **layer.costs}, layer.note)
+            old = self._layers.get(name, LayerCosts(layer.shape, {}))
+            costs, together = {**old.costs, **layer.costs}, {**old.together, **layer.together}
+            notes = dict.fromkeys(note for note in (old.note, layer.note) if note)
+            self._layers[name] = LayerCosts(layer.shape, costs, "; ".join(notes), together)
         if self._path is not None:
             known = {name: _json(layer) for name, layer in self._layers.items()}
             identity = {"hopsparse_sensitivity": SCHEMA, "identity": self._identity}
@@ -121,18 +129,66 @@ class SensitivityFile:
         forms: Mapping[str, Sequence[str]],
         decoder: Decoder,
         kept_dense: Mapping[str, str],
+        windows: int,
     ) -> Sensitivity:
-        """The costs of `forms`, by layer, and nothing else that the file may know."""
+        """The costs of `forms` by layer, corrected by `coherence`, measured on some windows."""
+        known = {name: self._layers[name] for name in forms}
+        factors = coherence(known, windows)
         layers = {}
         for name, wanted in forms.items():
-            known = self._layers[name]
-            costs = {form: known.costs[form] for form in wanted if form in known.costs}
-            layers[name] = LayerCosts(known.shape, costs or known.costs, known.note)
+            layer, kind = known[name], _kind(name)
+            costs = {
+                form: layer.costs.get(form, 0.0) * factors.get((kind, form), 1.0)
+                for form in wanted
+                if form == _DENSE or form in layer.costs
+            }
+            layers[name] = LayerCosts(layer.shape, costs or layer.costs, layer.note)
         return Sensitivity(layers, decoder, kept_dense)
 
 
+def coherence(layers: Mapping[str, LayerCosts], windows: int) -> dict[tuple[str, str], float]:
+    """How much more a form costs where errors of different tokens add up instead of cancelling.
+
+    For one layer the ratio of the two estimates is far too noisy to be of use; layers of one kind
+    (the last part of their name) share one, drawn towards 1 as if 8 windows had said so.
+
+    Args:
+        layers: Costs by layer name.
+        windows: Windows that they were measured on.
+
+    Returns:
+        The factor of each kind and form.
+
+    Example:
+        >>> layer = LayerCosts((8, 8), {"2:4": 0.5}, "", {"2:4": 1.5})
+        >>> coherence({"0.v_proj": layer, "1.v_proj": layer}, 4)
+        {('v_proj', '2:4'): 2.0}
+    """
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for name, layer in layers.items():
+        for form, together in layer.together.items():
+            if layer.costs[form] > 0:
+                found = ratios.setdefault((_kind(name), form), [])
+                found.append(together / layer.costs[form])
+    factors = {}
+    for key, found in ratios.items():
+        samples = windows * len(found)
+        mean = math.fsum(found) / len(found)
+        factors[key] = (samples * mean + _PRIOR_WINDOWS) / (samples + _PRIOR_WINDOWS)
+    return factors
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _json(layer: LayerCosts) -> dict[str, Any]:
-    return {"shape": list(layer.shape), "costs": dict(layer.costs), "note": layer.note}
+    return {
+        "shape": list(layer.shape),
+        "costs": dict(layer.costs),
+        "together": dict(layer.together),
+        "note": layer.note,
+    }
 
 
 def _layer(path: Path, facts: object) -> LayerCosts:
@@ -141,13 +197,15 @@ def _layer(path: Path, facts: object) -> LayerCosts:
     Raises:
         CheckpointError: It is none.
     """
-    if not isinstance(facts, dict) or facts.keys() != {"shape", "costs", "note"}:
+    if not isinstance(facts, dict) or facts.keys() != {"shape", "costs", "together", "note"}:
         raise _damaged(path)
-    shape, costs, note = facts["shape"], facts["costs"], facts["note"]
+    shape, costs, note, together = (facts[key] for key in ("shape", "costs", "note", "together"))
     sides = isinstance(shape, list) and len(shape) == 2 and all(type(s) is int for s in shape)
     if not sides or not isinstance(note, str) or not isinstance(costs, dict) or not costs:
         raise _damaged(path)
-    for form, cost in costs.items():
+    if not isinstance(together, dict) or not together.keys() <= costs.keys():
+        raise _damaged(path)
+    for form, cost in (*costs.items(), *together.items()):
         try:
             parse_form(form)
         except ArgumentError:
@@ -155,7 +213,7 @@ def _layer(path: Path, facts: object) -> LayerCosts:
         number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
         if not number or not math.isfinite(cost) or cost < 0:
             raise _damaged(path)
-    return LayerCosts((shape[0], shape[1]), costs, note)
+    return LayerCosts((shape[0], shape[1]), costs, note, together)
 
 
 def _damaged(path: Path) -> CheckpointError:

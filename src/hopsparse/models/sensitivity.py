@@ -2,9 +2,9 @@
 
 Changing the output of one layer by dy_s at each token s moves the predictions of a window by
 KL = E[(sum_s g_s . dy_s)^2] / 2 nats, to second order, where g_s is the gradient of a loss whose
-targets are drawn from the model itself. Products of different tokens are taken to cancel, which is
-exact where a layer acts on its own token alone and lowers the variance everywhere:
-cost = 1/2 * sum_s (g_s . dy_s)^2 / tokens, and costs of layers add.
+targets are drawn from the model itself. For one layer that square is mostly noise, so its cost is
+sum_s (g_s . dy_s)^2 / (2 tokens), which leaves out products of different tokens; what they add on
+average is measured over all layers of one kind (`_sensitivity_file.coherence`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,9 +143,14 @@ def measure_sensitivity(
     """
     subject = Subject.of(model, recipe, check_forms(forms), options)
     file = SensitivityFile.open(path, subject.identity(recipe, options), options.remeasure)
-    if not all(file.has(name, subject.forms[name]) for name in subject.forms):
+    if any(file.missing(name, fitting) for name, fitting in subject.forms.items()):
         _measure_all(subject, file, recipe, options, progress)
-    return file.result(subject.forms, subject.decoder, subject.kept_dense)
+    windows = len(_fisher_windows(subject, options))
+    return file.result(subject.forms, subject.decoder, subject.kept_dense, windows)
+
+
+def _fisher_windows(subject: Subject, options: SensitivityOptions) -> list[Tensor]:
+    return split_windows(subject.windows)[1][: options.fisher_windows]
 
 
 def _measure_all(
@@ -156,19 +161,18 @@ def _measure_all(
     progress: ProgressCallback,
 ) -> None:
     """Add what the file does not know yet, block by block."""
-    calibration, held_out = split_windows(subject.windows)
+    calibration, _ = split_windows(subject.windows)
     source, family, paths = subject.source, subject.family, subject.paths
     blocks = BlockLoader(subject.network, source, family, paths, options.device)
     clock = StepClock("gradients", 2 * len(paths), progress)
-    trace = run_back(blocks, held_out[: options.fisher_windows], recipe.seed, clock.step)
+    trace = run_back(blocks, _fisher_windows(subject, options), recipe.seed, clock.step)
     clock = StepClock("sensitivity", len(paths), progress)
     calibrating = blocks.capture(calibration)
     for index, path in enumerate(paths):
-        names = [
-            name
-            for name in subject.eligible.get(path, ())
-            if not file.has(name, subject.forms[name])
-        ]
+        missing = {
+            name: file.missing(name, subject.forms[name]) for name in subject.eligible.get(path, ())
+        }
+        names = [name for name, forms in missing.items() if forms]
         with blocks.block(index) as (block, dtypes):
             layers = {name: block.get_submodule(name.removeprefix(f"{path}.")) for name in names}
             if layers:
@@ -177,7 +181,7 @@ def _measure_all(
                 samples = layer_samples(block, layers, trace, index)
                 file.add(
                     {
-                        name: bench.measure(name, layer, samples[name], subject.forms[name])
+                        name: bench.measure(name, layer, samples[name], missing[name])
                         for name, layer in layers.items()
                     }
                 )
@@ -185,13 +189,26 @@ def _measure_all(
         clock.step(path, timed=bool(names))
 
 
+class Divergence(NamedTuple):
+    """Two estimates of one KL divergence, in nats a token.
+
+    Attributes:
+        alone: Without the products of different tokens: little noise, and biased where errors of
+            tokens add up.
+        together: With them: unbiased, with the noise of one value a window.
+    """
+
+    alone: float
+    together: float
+
+
 def kl_per_token(
     sample: Sample, old: Tensor, new: Tensor, form: Form, scale: Tensor | None, tokens: int
-) -> float:
+) -> Divergence:
     """Predicted KL, in nats a token, of a layer whose weight becomes `new`.
 
     Args:
-        sample: Its inputs x and gradients g.
+        sample: Its inputs x and gradients g, by window.
         old: [out, k] before, float32.
         new: [out, k] after.
         form: Its scheme rounds the inputs of the new layer.
@@ -199,18 +216,20 @@ def kl_per_token(
         tokens: Predictions in the windows of the sample.
 
     Example:
-        >>> sample = Sample([torch.tensor([[2.0]])], [torch.tensor([[3.0]])])
+        >>> sample = Sample([torch.tensor([[2.0], [2.0]])], [torch.tensor([[3.0], [-3.0]])])
         >>> kl_per_token(sample, torch.tensor([[1.0]]), torch.tensor([[0.0]]), Form(), None, 4)
-        4.5
+        Divergence(alone=9.0, together=0.0)
     """
-    total = 0.0
+    alone = together = 0.0
     gap = new - old
     for x, g in zip(sample.x, sample.g, strict=True):
         moved = x @ gap.t()
         if form.scheme is not None and form.scheme.activations != "none":
             moved += (round_inputs(x, form.scheme, scale) - x) @ new.t()
-        total += float((g * moved).sum(-1).square().sum(dtype=torch.float64))
-    return total / (2 * tokens)
+        products = (g * moved).sum(-1, dtype=torch.float64)
+        alone += float(products.square().sum())
+        together += float(products.sum().square())
+    return Divergence(alone / (2 * tokens), together / (2 * tokens))
 
 
 def gather(
@@ -246,12 +265,12 @@ def gather(
 
 
 @dataclass(frozen=True)
-class _Alone:
+class _Tried:
     """One layer, what it saw, and what is known of it so far."""
 
     layer: nn.Linear
     sample: Sample
-    known: dict[str, float]
+    known: dict[str, Divergence]
     notes: list[str]
 
 
@@ -282,22 +301,25 @@ class _Bench:
                 note = f"no {where} token reached it: stays dense"
                 return LayerCosts(shape, {_DENSE: 0.0}, note)
         notes: list[str] = []
-        alone = _Alone(layer, sample, {_DENSE: 0.0}, notes)
-        costs = {form: self._cost(name, alone, parse_form(form)) for form in forms}
-        return LayerCosts(shape, costs, "; ".join(dict.fromkeys(notes)))
+        tried = _Tried(layer, sample, {_DENSE: Divergence(0.0, 0.0)}, notes)
+        found = {form: self._cost(name, tried, parse_form(form)) for form in forms}
+        costs = {form: kl.alone for form, kl in found.items()}
+        together = {form: kl.together for form, kl in found.items() if form != _DENSE}
+        return LayerCosts(shape, costs, "; ".join(dict.fromkeys(notes)), together)
 
-    def _cost(self, name: str, tried: _Alone, form: Form) -> float:
+    def _cost(self, name: str, tried: _Tried, form: Form) -> Divergence:
         if str(form) not in tried.known:
             both = form.pattern is not None and form.scheme is not None
             if self._additive and both:
-                parts = replace(form, scheme=None), replace(form, pattern=None)
-                cost = sum(self._cost(name, tried, part) for part in parts)
+                pattern = self._cost(name, tried, replace(form, scheme=None))
+                scheme = self._cost(name, tried, replace(form, pattern=None))
+                cost = Divergence(pattern.alone + scheme.alone, pattern.together + scheme.together)
             else:
                 cost = self._measured(name, tried, form)
             tried.known[str(form)] = cost
         return tried.known[str(form)]
 
-    def _measured(self, name: str, tried: _Alone, form: Form) -> float:
+    def _measured(self, name: str, tried: _Tried, form: Form) -> Divergence:
         twin = deepcopy(tried.layer)
         recipe = replace(self._recipe, keep=(), forms={escape(name): form})
         store_dtype = self._dtypes[f"{name}.weight"]
@@ -308,9 +330,9 @@ class _Bench:
         scale = self.peaks[name].scale(form.scheme) if static and form.scheme else None
         old, new = tried.layer.weight.detach(), twin.weight.detach()
         cost = kl_per_token(tried.sample, old, new, form, scale, self._tokens)
-        if not math.isfinite(cost):
+        if not math.isfinite(cost.together):
             raise CalibrationError(
-                f"layer {name}, form {form}: a cost of {cost}",
+                f"layer {name}, form {form}: a cost of {cost.together}",
                 need="finite activations and gradients",
                 hint="another calibration text",
             )
