@@ -58,7 +58,7 @@ def main() -> None:
         row = _facts(options) | {"method": method}
         if method != "dense":
             row |= prune(pruned, method, options, calibration)
-        for norms in NORMS:
+        for norms in options.norms:
             model = copy.deepcopy(pruned)
             if norms != "none":
                 correct_norms(model, calibration, moments if norms == "shift" else None)
@@ -239,6 +239,7 @@ def _options() -> Any:
     methods = ["dense", "magnitude", "wanda", "sparsegpt"]
     parser.add_argument("--method", nargs="+", default=methods, choices=methods)
     parser.add_argument("--pattern", default="2:4")
+    parser.add_argument("--norms", nargs="+", default=NORMS, choices=NORMS)
     parser.add_argument("--keep", nargs="*", default=[])
     parser.add_argument("--damping", type=float, default=0.01)
     parser.add_argument("--refit", type=int, default=10)
