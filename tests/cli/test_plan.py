@@ -52,6 +52,12 @@ def test_the_table_shows_front_uniform_forms_and_shares(
     assert "sensitivity" not in result.stdout
 
 
+def test_a_note_that_many_layers_share_is_shown_once(run: Run, arguments: tuple[Any, ...]) -> None:
+    result = run(*arguments, "--method", "wanda")
+    notes = [line for line in result.stdout.splitlines() if line.startswith("note")]
+    assert notes == ["note    14 layers: output error from every 16th token"]
+
+
 def test_another_budget_needs_no_new_measurement(
     run: Run, arguments: tuple[Any, ...], tmp_path: Path
 ) -> None:

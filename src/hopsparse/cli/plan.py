@@ -213,14 +213,18 @@ def _print(options: Plan, plan: ModelPlan, pareto: Pareto, sensitivity: Sensitiv
     for point in pareto.milestones():
         table.add_row("front", *_cells(point, plan.objective))
     for point in pareto.uniform:
-        table.add_row(f"all {point.label}", *_cells(point, plan.objective)[:3])
+        table.add_row(f"all {point.label}", *_cells(point, plan.objective)[:-1])
     assert pareto.chosen is not None
     title = f"[bold]budget {options.quality_budget:g}[/bold]"
     table.add_row(title, *_cells(pareto.chosen, plan.objective))
     console.print(table)
     console.print(f"\n{_summary(plan.predicted)}", markup=False)
+    by_note: dict[str, list[str]] = {}
     for name, note in sensitivity.notes.items():
-        console.print(f"note    {name}: {note}", markup=False, soft_wrap=True)
+        by_note.setdefault(note, []).append(name)
+    for note, names in by_note.items():
+        whose = names[0] if len(names) == 1 else f"{len(names)} layers"
+        console.print(f"note    {whose}: {note}", markup=False, soft_wrap=True)
     for label, path in (("plan", options.out), ("costs", options.costs), ("plot", options.plot)):
         if path is not None:
             console.print(f"{label:<7} {path}", markup=False, soft_wrap=True)
