@@ -67,7 +67,7 @@ def _product(base: nn.Module | None, a: Tensor | None, b: Tensor | None) -> LowR
     if (a.shape[1], *b.shape) != (base.in_features, base.out_features, a.shape[0]):
         return None
     product = LowRank(base, a.shape[0]).requires_grad_(False)
-    product.a.data, product.b.data = a.to(base.values_dtype), b.to(base.values_dtype)
+    product.a.data, product.b.data = a.to(product.a), b.to(product.b)
     return product
 
 

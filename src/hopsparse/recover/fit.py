@@ -58,6 +58,7 @@ class Fit:
         self._options = options
         self._machine = machine
         self._trajectory = trajectory
+        self._exact = make_optimizer is None
         groups = parameter_groups(student.trained, options.weight_decay)
         self._optimizer = (make_optimizer or adamw(options))(groups)
         self._run, self._stepper = machine.prepare(objective.module, self._optimizer)
@@ -150,7 +151,7 @@ class Fit:
         self._student.before_step()
         self._stepper.step()
         self._stepper.zero_grad(set_to_none=True)
-        self._student.after_step(step)
+        self._student.after_step(step, exact=self._exact)
         with torch.no_grad():
             for name, mean in self._mean.items():
                 mean.lerp_(self._student.trained[name], 1 - options.ema)

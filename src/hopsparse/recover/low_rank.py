@@ -29,8 +29,8 @@ class LowRank(nn.Module):
             layer starts as `base`.
 
     Attributes:
-        a: [rank, k], float32.
-        b: [out, rank], float32.
+        a: [rank, k], in the dtype and on the device of the base.
+        b: [out, rank], likewise.
 
     Raises:
         ArgumentError: No rank, or one that saves nothing over a dense weight.
@@ -54,8 +54,9 @@ class LowRank(nn.Module):
         self.base = base
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(rank, k, generator=generator) * k**-0.5
-        self.a = nn.Parameter(drawn.to(base.values_dtype))
-        self.b = nn.Parameter(torch.zeros(out, rank, dtype=base.values_dtype))
+        device, dtype = base.matrix.device, base.values_dtype
+        self.a = nn.Parameter(drawn.to(device, dtype))
+        self.b = nn.Parameter(torch.zeros(out, rank, device=device, dtype=dtype))
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
