@@ -30,14 +30,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hopsparse.prune import Recipe, advance, capture_inputs, prune_block
+from hopsparse.models._block import prune_path, rounding_in
+from hopsparse.models.llama import FAMILY
+from hopsparse.prune import Recipe, Reference, capture_inputs
+from hopsparse.quant import Rounding
 
-GROUPS = [
-    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    ["self_attn.o_proj"],
-    ["mlp.gate_proj", "mlp.up_proj"],
-    ["mlp.down_proj"],
-]
+LAYERS = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
 
 
 def main() -> None:
@@ -55,10 +53,13 @@ def main() -> None:
         row = _facts(options) | {"method": method}
         result = reference
         if method != "dense":
-            row |= prune(
-                model, method, options, texts.calibration(tokenizer.encode, options.windows)
-            )
-            result = evaluate(model, windows)
+            calibration = texts.calibration(tokenizer.encode, options.windows)
+            rounding, facts = prune(model, method, options, calibration)
+            row |= facts
+            with rounding_in(model, rounding):
+                result = evaluate(model, windows)
+            if options.save:
+                torch.save(model.state_dict(), options.save)
         for name in windows:
             row[f"ppl_{name}"] = round(result[name][0], 3)
             same = (result[name][1] == reference[name][1]).float().mean()
@@ -91,8 +92,10 @@ def round_weights(module: nn.Module) -> None:
         parameter.data.copy_(parameter.data.bfloat16())
 
 
-def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[str, Any]:
-    """Prune all blocks in place; how long it took and what each layer lost."""
+def prune(
+    model: Any, method: str, options: Any, windows: list[Tensor]
+) -> tuple[dict[str, Rounding], dict[str, Any]]:
+    """Prune all blocks in place; how inputs are rounded now, and a row on time and errors."""
     recipe = Recipe(
         options.pattern,
         method=method,
@@ -101,6 +104,10 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
         block_size=options.block_size,
         refit=options.refit,
         refresh=options.refresh,
+        scheme=options.quant,
+        target=options.target,
+        search=options.search,
+        order=options.order,
     )
     wall, cpu = time.perf_counter(), time.process_time()
     batch = options.batch or len(windows)
@@ -112,28 +119,28 @@ def prune(model: Any, method: str, options: Any, windows: list[Tensor]) -> dict[
         if needs
         else None
     )
-    reports = []
+    if inputs is not None and recipe.resolved_target != "layer":
+        inputs.reference = Reference(inputs, dict(FAMILY.residual))
+    reports, rounding = [], {}
     for index, block in enumerate(blocks):
-        last = index + 1 == len(blocks)
-        reports += prune_block(
+        pruned = prune_path(
             block,
-            GROUPS,
+            f"model.layers.{index}",
+            [f"model.layers.{index}.{name}" for name in LAYERS],
             inputs,
             recipe,
-            prefix=f"model.layers.{index}.",
-            then_advance=needs and not last and options.fused,
-            # Before the layer runs, so that later layers see what a checkpoint can hold.
             store_dtype=torch.bfloat16,
+            then_advance=inputs is not None and index + 1 < len(blocks),
         )
-        if inputs is not None and not last and not options.fused:
-            advance(block, inputs)
+        reports += pruned.reports
+        rounding |= pruned.rounding
         print(f"block {index} {time.perf_counter() - wall:.0f} s", file=sys.stderr, flush=True)
     errors = [r.output_error for r in reports if r.output_error is not None]
     parts: dict[str, list[float]] = {}
     for report in reports:
         if report.output_error is not None:
             parts.setdefault(report.name.rpartition(".")[2], []).append(report.output_error)
-    return {
+    return rounding, {
         "recipe": recipe.to_json(),
         "seconds": round(time.perf_counter() - wall, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
@@ -170,7 +177,6 @@ def _facts(options: Any) -> dict[str, Any]:
         "texts": options.texts,
         "windows": options.windows,
         "batch": options.batch or options.windows,
-        "fused": options.fused,
         "threads": options.threads,
         "torch": torch.__version__,
         "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
@@ -183,13 +189,17 @@ def _options() -> Any:
     parser.add_argument("--method", nargs="+", default=["dense", "sparsegpt"])
     parser.add_argument("--pattern", default="2:4")
     parser.add_argument("--keep", nargs="*", default=[])
-    parser.add_argument("--damping", type=float, default=0.01)
+    parser.add_argument("--damping", default=0.01, type=lambda t: t if t == "search" else float(t))
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--refit", type=int, default=10)
     parser.add_argument("--refresh", default="auto", choices=["auto", "group", "block"])
+    parser.add_argument("--quant", help="a scheme; inputs are rounded as it says")
+    parser.add_argument("--target", default="auto")
+    parser.add_argument("--search", default="greedy")
+    parser.add_argument("--order", default="natural")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")
-    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--save", type=Path, help="keep the pruned weights, rounded to bf16")
     parser.add_argument("--layers", action="store_true", help="write the report of each layer")
     parser.add_argument("--texts", nargs="+", default=["anchors"], choices=["anchors", "heldout"])
     parser.add_argument("--threads", type=int, default=1)

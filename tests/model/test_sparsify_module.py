@@ -16,7 +16,7 @@ import hopsparse
 from hopsparse.errors import ArgumentError, CalibrationError, UnsupportedError
 from hopsparse.models.sparsify import sparsify
 from hopsparse.nn import SparseLinear
-from hopsparse.prune import Activations, Recipe, prune_block, trace_groups
+from hopsparse.prune import Activations, Recipe, Reference, prune_block, trace_groups
 from hopsparse.quant import store_matrix
 from tests.helpers.tiny_models import tiny_llama
 
@@ -84,6 +84,8 @@ def test_a_list_that_is_no_chain_is_pruned_as_one_block(make: Callable[[], nn.Mo
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     groups = trace_groups(expected, names, lambda: expected(inputs[0]))
     activations = Activations(list(inputs), [(), ()], [{}, {}])
+    activations.reference = Reference(activations)
+    activations.reference.enter(expected)
     wanted = prune_block(expected, groups, activations, Recipe("2:4"))
     reports = sparsify(model, "2:4", inputs)
     found = {report.name: report.output_error for report in reports}

@@ -80,7 +80,7 @@ def test_the_recipe_refits_and_zero_steps_is_the_paper() -> None:
     statistics.add(torch.randn(200, 32) @ torch.randn(32, 32))
     errors = []
     for steps in (0, 10):
-        layer = torch.nn.Linear(32, 16)
+        layer = torch.nn.Linear(32, 16, bias=False)
         layer.weight.data.copy_(weight)
         report = prune_layer("x", layer, statistics, Recipe("2:4", refit=steps))
         errors.append(report.output_error)

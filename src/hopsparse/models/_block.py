@@ -64,6 +64,8 @@ def prune_path(
         # Several windows: each group is one more forward, so layers that share an input share it.
         hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
         groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
+    if activations is not None and activations.reference is not None:
+        activations.reference.enter(block)
     layers = {prefix + name: block.get_submodule(name) for name in names}
     rounding = _input_rounding(block, layers, activations, recipe)
     scales: dict[str, Tensor] = {}

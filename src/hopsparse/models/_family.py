@@ -15,6 +15,8 @@ class Family:
         blocks: Path of the list of decoder blocks.
         final_norm: Path of the norm after the last block.
         head: Path of the projection to the vocabulary.
+        residual: Layer of a block -> module of the block whose input is the residual stream that
+            the layer's output is added to.
         gguf_architectures: `general.architecture` values of GGUF files.
         gguf_interleaves_rotary: Whether GGUF stores q and k rows in interleaved rotary order,
             where HF has two halves.
@@ -25,5 +27,9 @@ class Family:
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    residual: tuple[tuple[str, str], ...] = (
+        ("self_attn.o_proj", "input_layernorm"),
+        ("mlp.down_proj", "post_attention_layernorm"),
+    )
     gguf_architectures: tuple[str, ...] = ()
     gguf_interleaves_rotary: bool = False

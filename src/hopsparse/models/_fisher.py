@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..prune import Activations, advance, capture_inputs
-from ..prune.statistics import layer_input
+from ..prune.hooks import layer_input
 from ._family import Family
 from .source import WeightSource, dematerialize, materialize, materialize_outside
 

@@ -1,9 +1,10 @@
 """One pass over a model on disk: load a block, evaluate it dense, prune it, evaluate it sparse.
 
-Only one block is in memory at a time, with three sets of hidden states: of the calibration
-windows and of the evaluation windows behind the sparse blocks, and of the evaluation windows
-behind the dense ones. Compute is float32; pruned weights are rounded to what is stored before they
-are run, and inputs to what their layer's scheme says, so that what was measured is what will run.
+Only one block is in memory at a time (two while it is fitted to what it was), with four sets of
+hidden states: of the calibration windows and of the evaluation windows, each behind the sparse
+blocks and behind the dense ones. Compute is float32; pruned weights are rounded to what is stored
+before they are run, and inputs to what their layer's scheme says, so that what was measured is what
+will run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
-from ..prune import Activations, Recipe, advance, capture_inputs
+from ..prune import Activations, Recipe, Reference, advance, capture_inputs
 from ._block import Pruned, prune_path, restore_shard, rounding_in
 from ._family import Family
 from ._resume import RunState
@@ -75,6 +76,8 @@ class BlockStream:
         """Prune every block; return (dense, sparse) quality by text name."""
         windows = [window for windows in evaluation.values() for window in windows]
         calibrating = self._capture(self._batched(calibration))
+        if self._recipe.resolved_target != "layer":
+            calibrating.reference = Reference(calibrating, dict(self._family.residual))
         dense, sparse = self._capture(windows), self._capture(windows)
         for index, path in enumerate(self._selection.blocks):
             block = self._model.get_submodule(path)
@@ -82,6 +85,9 @@ class BlockStream:
             _check_finite(block, path)
             advance(block, dense)
             if state.is_done(index):
+                if calibrating.reference is not None:
+                    calibrating.reference.enter(block)
+                    calibrating.reference.advance()
                 rounding = restore_shard(self._model, writer.partial, state.shard(index))
                 with rounding_in(self._model, rounding):
                     advance(block, calibrating)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..nn import SparseLinear
-from ..prune import LayerReport, Recipe, is_chain, quiet
+from ..prune import LayerReport, Recipe, Reference, is_chain, quiet
 from ..version import __version__
 from ._block import Pruned, prune_path
 from ._calls import as_inputs, call, first_inputs
@@ -32,6 +32,7 @@ from ._summary import (
 from .checkpoint import CheckpointWriter
 from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
 from .rules import (
+    FAMILIES,
     Selection,
     family_blocks,
     family_of,
@@ -99,6 +100,8 @@ def sparsify(
         selection = select(model, blocks, chosen)
         _check_weights(model, selection)
         activations = first_inputs(model, blocks[0], items) if items else None
+        if activations is not None and chosen.resolved_target != "layer":
+            activations.reference = Reference(activations, _residual(model))
         clock = StepClock("prune", len(blocks), progress)
         pruned: list[Pruned] = []
         for path in blocks:
@@ -243,6 +246,12 @@ def _as_recipe(recipe: object) -> Recipe:
         got = f"a {type(recipe).__name__} as the recipe"
         raise ArgumentError(got, need="a Recipe or a pattern as text", hint='"2:4"')
     return recipe
+
+
+def _residual(model: nn.Module) -> dict[str, str]:
+    """Which layers of a block add to the residual stream, if the family of the model is known."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return next((dict(f.residual) for f in FAMILIES if kind in f.model_types), {})
 
 
 def _check_weights(model: nn.Module, selection: Selection) -> None:

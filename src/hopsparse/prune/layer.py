@@ -8,23 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
-from ..formats.pattern import Pattern
 from ..formats.scheme import Form
-from ..quant import round_weight, weight_scales
-from .compensation import sparsegpt
-from .mask import check_matrix
+from .fit import DAMPINGS, fit
 from .recipe import LayerReport, Recipe
-from .refit import refit
-from .scores import magnitude, wanda
 from .statistics import Statistics
 
+HOLDOUT = 8  # every eighth token chooses the damping, where it is searched
 SAMPLED_STRIDE = 16  # methods that need no Hessian measure their error on every 16th token
 
 
 def new_statistics(inputs: Tensor, recipe: Recipe) -> Statistics:
     """Empty statistics of what the recipe's method needs, for inputs like these."""
     stride = 1 if recipe.method == "sparsegpt" else SAMPLED_STRIDE
-    return Statistics(inputs.shape[-1], inputs.device, stride)
+    holdout = HOLDOUT if stride == 1 and recipe.damping == "search" else 0
+    return Statistics(inputs.shape[-1], inputs.device, stride, holdout)
 
 
 def prune_layer(
@@ -36,7 +33,7 @@ def prune_layer(
     store_dtype: torch.dtype | None = None,
     scales_out: dict[str, Tensor] | None = None,
 ) -> LayerReport:
-    """Replace the weight of one nn.Linear in place.
+    """Replace the weight of one nn.Linear in place, and correct its bias if it has one.
 
     Without statistics (or tokens) every method falls back to magnitude, so that the pattern holds
     in every layer, and the note says so. A layer that `recipe.keep` names stays as it is.
@@ -70,32 +67,39 @@ def prune_layer(
     usable = statistics if statistics is not None and statistics.tokens else None
     old = layer.weight.detach()
     try:
-        new, damping, scales = _compress(old, form, usable, recipe)
+        fitted = fit(name, old, form, usable, recipe, biased=layer.bias is not None)
     except HopsparseError as error:
         raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
-    if scales is not None and scales_out is not None:
-        scales_out[name] = scales
-    if store_dtype is not None and scales is None:
+    new = fitted.weight
+    if fitted.scales is not None and scales_out is not None:
+        scales_out[name] = fitted.scales
+    if store_dtype is not None and fitted.scales is None:
         new = new.to(store_dtype).to(old.dtype)
     seconds = time.perf_counter() - begin
-    error_part = output_error(old, new, usable) if usable else None
+    error_part = output_error(old, new, usable, name) if usable else None
     layer.weight.data.copy_(new)
+    if fitted.shift is not None:
+        layer.bias.data.add_(fitted.shift)
     method = recipe.method if usable else "magnitude"
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
-    note = _note(recipe, usable, damping)
+    used = fitted.damping
+    note = _note(recipe, usable, used)
     return LayerReport(
-        name, shape, pattern, method, density, error_part, tokens, damping, seconds, note, scheme
+        name, shape, pattern, method, density, error_part, tokens, used, seconds, note, scheme
     )
 
 
-def output_error(old: Tensor, new: Tensor, statistics: Statistics) -> float:
-    """‖X (W - W')ᵀ‖_F / ‖X Wᵀ‖_F, from XᵀX alone; 0 where the layer's output is zero anyway.
+def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "") -> float:
+    """‖Y - X W'ᵀ‖_F / ‖Y‖_F, from sums alone; 0 where the target is zero anyway.
+
+    Y is the target that `statistics` hold for the layer, or X Wᵀ.
 
     Args:
         old: [out, k] before.
         new: [out, k] after.
         statistics: Of the inputs.
+        name: Of the layer, as `statistics` know it.
 
     Example:
         >>> stats = Statistics(2)
@@ -103,45 +107,19 @@ def output_error(old: Tensor, new: Tensor, statistics: Statistics) -> float:
         >>> round(output_error(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), stats), 4)
         0.5714
     """
-    hessian = statistics.hessian()
     compute = torch.promote_types(old.dtype, torch.float32)
+    hessian = statistics.hessian().to(compute)
     before = old.to(compute)
     gap = before - new.to(compute)
-    hessian = hessian.to(compute)
     lost = float(((gap @ hessian) * gap).sum(dtype=torch.float64))
     whole = float(((before @ hessian) * before).sum(dtype=torch.float64))
+    pull = statistics.pull(name, before)
+    if pull is not None:
+        # ‖Y - XW'‖² = ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'> + ‖X(W - W')‖² - 2 <YᵀX - WXᵀX, W - W>
+        energy = statistics.target_energy(name, before)
+        lost += energy - whole - 2 * float((pull * new.to(compute)).sum(dtype=torch.float64))
+        whole = energy
     return float((max(lost, 0.0) / whole) ** 0.5) if whole > 0 else 0.0
-
-
-def _compress(
-    weight: Tensor, form: Form, statistics: Statistics | None, recipe: Recipe
-) -> tuple[Tensor, float | None, Tensor | None]:
-    """The new weight, the damping that SparseGPT ended up with, and the scales of a scheme."""
-    check_matrix(weight, "weight")
-    new, damping, scales = weight, None, None
-    if form.pattern is not None:
-        new, damping = _prune(weight, form.pattern, statistics, recipe)
-    if form.scheme is not None:
-        importance = statistics.input_norm().square() if statistics is not None else None
-        scales = weight_scales(new, form.scheme, importance)
-        new = round_weight(new, form.scheme, scales)
-    return new, damping, scales
-
-
-def _prune(
-    weight: Tensor, pattern: Pattern, statistics: Statistics | None, recipe: Recipe
-) -> tuple[Tensor, float | None]:
-    if statistics is None or recipe.method == "magnitude":
-        return magnitude(weight, pattern), None
-    if recipe.method == "wanda":
-        return wanda(weight, pattern, statistics.input_norm()), None
-    compute = torch.promote_types(weight.dtype, torch.float32)
-    factor = statistics.factor(recipe.damping, compute)
-    exact = weight.to(compute)
-    new = sparsegpt(exact, pattern, factor, block_size=recipe.block_size)
-    if recipe.refit:
-        new = refit(exact, new, statistics.hessian(), damping=factor.damping, steps=recipe.refit)
-    return new.to(weight.dtype), factor.damping
 
 
 def _words(form: Form) -> tuple[str, str]:
@@ -153,8 +131,9 @@ def _words(form: Form) -> tuple[str, str]:
 def _note(recipe: Recipe, statistics: Statistics | None, damping: float | None) -> str:
     if statistics is None and recipe.method != "magnitude":
         return f"no calibration token reached it: magnitude instead of {recipe.method}"
-    if damping is not None and damping > recipe.damping:
-        return f"the Hessian needed damping {damping:g} instead of {recipe.damping:g}"
+    asked = DAMPINGS[-1] if recipe.damping == "search" else float(recipe.damping)
+    if damping is not None and damping > asked:
+        return f"the Hessian needed damping {damping:g} instead of {asked:g}"
     if statistics is not None and statistics.stride > 1:
         return f"output error from every {statistics.stride}th token"
     return ""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .statistics import layer_input, tensor_version
+from .hooks import layer_input, tensor_version
 
 
 def trace_groups(

@@ -14,6 +14,9 @@ from ..formats.scheme import Form, Scheme, parse_form, parse_scheme
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 REFRESH = ("auto", "group", "block")
+TARGETS = ("auto", "layer", "input", "residual")
+SEARCHES = ("greedy", "admm")
+ORDERS = ("natural", "activation")
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,23 @@ class Recipe:
         method: `magnitude`, `wanda` (arXiv:2306.11695) or `sparsegpt` (arXiv:2301.00774).
         keep: Globs over full layer names; a matching layer stays dense.
         seed: For whoever draws calibration windows; pruning itself draws nothing.
-        damping: SparseGPT only: added to the Hessian's diagonal, as a part of its mean.
+        damping: SparseGPT only: added to the Hessian's diagonal, as a part of its mean; `search`
+            takes for each layer what does best on every eighth token, kept out of the fit.
         block_size: SparseGPT only: columns between two updates of all later columns.
         refit: SparseGPT only: conjugate-gradient steps that then refit the kept weights; 0 is the
             method as published.
         refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
             `block`: all groups of a block see inputs made by the dense block; `auto`: `block`
             for Wanda, `group` for the others (docs/prune.md has the measurement).
+        target: SparseGPT only, what a layer is fitted to: `layer`: its dense output on the inputs
+            it gets; `input`: its output in the dense model; `residual`: also what the residual
+            stream has lost so far, where the family of the model says which layers add to it, else
+            as `input`; `auto`: `residual`.
+        search: SparseGPT only: `greedy`: column by column, as published; `admm`: all weights of a
+            layer together, after ALPS (arXiv:2406.07831): better, and about twice the time.
+        order: SparseGPT with search `greedy`: `natural`, or `activation`: groups of columns with
+            strong inputs first.
+        bias: SparseGPT only: let the bias of a layer that has one take up the mean of its error.
         scheme: Rounds the kept weights to fewer bits, as a value or as text such as `"int8"`.
         forms: Glob over full layer names -> form, as a value or as text such as `"6:8+int8"` or
             `"dense"`; the first that matches replaces `pattern` and `scheme`.
@@ -49,11 +62,15 @@ class Recipe:
     method: str = "sparsegpt"
     keep: tuple[str, ...] = ()
     seed: int = 0
-    damping: float = 0.01
+    damping: float | str = 0.01
     block_size: int = 128
     refit: int = 10
     refresh: str = "auto"
     scheme: Scheme | str | None = None
+    target: str = "auto"
+    search: str = "greedy"
+    order: str = "natural"
+    bias: bool = True
     forms: Mapping[str, Form | str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +84,10 @@ class Recipe:
         object.__setattr__(self, "keep", _globs(self.keep))
         _check_choice("method", self.method, METHODS)
         _check_choice("refresh", self.refresh, REFRESH)
-        _check_number("damping", self.damping, "0.01")
+        for what, choices in (("target", TARGETS), ("search", SEARCHES), ("order", ORDERS)):
+            _check_choice(what, getattr(self, what), choices)
+        if self.damping != "search":
+            _check_number("damping", self.damping, '0.01, or "search"')
         _check_integer("block_size", self.block_size, 1, "128")
         _check_integer("refit", self.refit, 0, "10")
         _check_integer("seed", self.seed, 0, "0")
@@ -88,6 +108,13 @@ class Recipe:
         if self.refresh != "auto":
             return self.refresh
         return "block" if self.method == "wanda" else "group"
+
+    @property
+    def resolved_target(self) -> str:
+        """`layer`, `input` or `residual`: what `auto` stands for; only SparseGPT moves weights."""
+        if self.method != "sparsegpt":
+            return "layer"
+        return "residual" if self.target == "auto" else self.target
 
     def keeps(self, name: str) -> bool:
         """Whether the layer of this full name stays as it is."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from .admm import damp
 from .mask import check_matrix
 
 ROWS = 2048  # rows solved together: bounds the six temporaries of a step
@@ -49,10 +50,7 @@ def refit(
             hint="the pruned weight and the Hessian of the same layer",
         )
     compute = torch.promote_types(weight.dtype, torch.float32)
-    damped = hessian.to(compute, copy=True)
-    diagonal = damped.diagonal()
-    live = diagonal[diagonal > 0]
-    diagonal.add_(damping * float(live.mean()) if len(live) else 1.0)
+    damped = damp(hessian.to(compute), damping)
     parts = zip(torch.split(weight, ROWS), torch.split(pruned, ROWS), strict=True)
     solved = [_solve(w.to(compute), p.to(compute), damped, steps) for w, p in parts]
     return torch.cat(solved).to(pruned.dtype)
@@ -67,9 +65,12 @@ def _solve(weight: Tensor, start: Tensor, damped: Tensor, steps: int) -> Tensor:
     scaled = residual * inverse
     direction = scaled.clone()
     energy = (residual * scaled).sum(1, keepdim=True)
+    # A row that is solved to rounding must stop: further steps would follow noise, and grow it.
+    noise = energy * torch.finfo(energy.dtype).eps ** 2
     for _ in range(steps):
         moved = (direction @ damped).mul_(keep)
         length = _ratio(energy, (direction * moved).sum(1, keepdim=True))
+        length *= energy > noise
         solution.addcmul_(direction, length)
         residual.addcmul_(moved, length, value=-1)
         torch.mul(residual, inverse, out=scaled)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any
+import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CalibrationError
 from .compensation import HessianFactor, factor_hessian
@@ -18,12 +15,14 @@ PANEL = 512  # columns a product; only panels on or below the diagonal of XᵀX 
 
 
 class Statistics:
-    """Token count, feature norms and XᵀX of one stream of inputs.
+    """Token count, feature norms, means and XᵀX of one stream of inputs, and its targets.
 
     Args:
         features: k, the width of the inputs.
         device: Where to sum.
         stride: XᵀX takes every `stride`-th token; norms take all.
+        holdout: Every `holdout`-th token is kept out of XᵀX and the targets, and makes
+            `held_out()`; 0: none is.
 
     Example:
         >>> stats = Statistics(2)
@@ -32,33 +31,56 @@ class Statistics:
         (2, [5.0, 1.0], [[12.5, 2.0], [2.0, 0.5]])
     """
 
-    def __init__(self, features: int, device: torch.device | None = None, stride: int = 1) -> None:
+    def __init__(
+        self,
+        features: int,
+        device: torch.device | None = None,
+        stride: int = 1,
+        holdout: int = 0,
+    ) -> None:
         self.tokens = 0
         self.stride = stride
-        self._sampled = 0
+        self.holdout = holdout
+        self._inputs = Moments(features, device)
+        self._held_out = Moments(features if holdout else 0, device)
         self._squares = torch.zeros(features, device=device)
-        self._moment = torch.zeros(features, features, device=device)
-        self._factors: dict[tuple[float, torch.dtype], HessianFactor] = {}
+        self._cross: Target | None = None
+        self._dense: Moments | None = None
+        self._streams: dict[str, Target] = {}
+        self._factors: dict[tuple[float, torch.dtype, bool], HessianFactor] = {}
 
-    def add(self, inputs: Tensor, name: str = "") -> None:
+    def add(self, inputs: Tensor, name: str = "", dense: Tensor | None = None) -> None:
         """Add inputs [..., k] of any floating dtype.
+
+        Args:
+            inputs: What the layers get.
+            name: For the error.
+            dense: [..., k], what they get in the dense model, for `pull`.
 
         Raises:
             CalibrationError: They hold NaN or infinity (or squares overflow); it says `name`.
         """
-        rows = inputs.detach().reshape(-1, inputs.shape[-1]).to(self._moment.dtype)
+        rows = self._rows(inputs)
         if not len(rows):
             return
-        # Tokens are numbered across calls, so the sample does not depend on how calls are cut.
-        sample = rows[-self.tokens % self.stride :: self.stride]
-        add_gram(self._moment, sample)
-        if self.stride > 1:
+        first = self.tokens
+        taken = self._taken(rows, first)
+        self._inputs.add(taken)
+        if self.holdout:
+            self._held_out.add(rows[-first % self.holdout :: self.holdout])
+        if self.stride > 1 or self.holdout:
             for part in torch.split(rows, ROWS):
                 self._squares += part.square().sum(0)
         else:
-            self._squares.copy_(self._moment.diagonal())
+            self._squares.copy_(self._inputs.gram.diagonal())
+        if dense is not None and dense.shape == inputs.shape:
+            features = rows.shape[1]
+            self._cross = self._cross or Target(features, features, rows.device)
+            self._dense = self._dense or Moments(features, rows.device)
+            wanted = self._taken(self._rows(dense), first)
+            self._cross.add(wanted, taken)
+            self._dense.add(wanted)
         self.tokens += len(rows)
-        self._sampled += len(sample)
         self._factors.clear()
         if not bool(self._squares.isfinite().all()):
             feature = int((~self._squares.isfinite()).nonzero()[0])
@@ -68,30 +90,151 @@ class Statistics:
                 hint="another calibration text, or the model in float32",
             )
 
+    def add_stream(self, name: str, target: Tensor, inputs: Tensor) -> None:
+        """Add what the layer `name` should put out for the inputs that were added last.
+
+        Args:
+            name: The layer; others that share its inputs have other targets.
+            target: [..., out], less the layer's bias.
+            inputs: [..., k], what was added.
+        """
+        rows, wanted = self._rows(inputs), self._rows(target)
+        first = self.tokens - len(rows)
+        if name not in self._streams:
+            self._streams[name] = Target(wanted.shape[1], rows.shape[1], rows.device)
+        self._streams[name].add(self._taken(wanted, first), self._taken(rows, first))
+
     def input_norm(self) -> Tensor:
         """[k] float32, the 2-norm of each feature over all tokens."""
         return self._squares.sqrt()
 
-    def hessian(self) -> Tensor:
-        """[k, k] float32, XᵀX divided by the number of tokens in it."""
-        whole = self._moment.tril()
-        whole += self._moment.tril(-1).t()
-        return whole.div_(max(self._sampled, 1))
+    def mean(self) -> Tensor:
+        """[k] float32, the mean input of the tokens in XᵀX."""
+        return self._inputs.total / max(self._inputs.count, 1)
 
-    def factor(self, damping: float, dtype: torch.dtype = torch.float32) -> HessianFactor:
+    def hessian(self, *, centered: bool = False) -> Tensor:
+        """[k, k] float32, XᵀX divided by the number of tokens in it; `centered`: of X - mean."""
+        whole = self._inputs.mean_gram()
+        if centered:
+            mean = self.mean()
+            whole.addr_(mean, mean, alpha=-1)
+            # Rounding may leave a feature that never changes with less than nothing.
+            whole.diagonal().clamp_(min=0)
+        return whole
+
+    def held_out(self) -> Tensor:
+        """[k, k] float32, XᵀX of the tokens kept out, divided by their number."""
+        return self._held_out.mean_gram()
+
+    def factor(
+        self, damping: float, dtype: torch.dtype = torch.float32, *, centered: bool = False
+    ) -> HessianFactor:
         """The factored inverse Hessian, computed at the first call and kept."""
-        key = (damping, dtype)
+        key = (damping, dtype, centered)
         if key not in self._factors:
-            self._factors[key] = factor_hessian(self.hessian(), damping=damping, dtype=dtype)
+            hessian = self.hessian(centered=centered)
+            self._factors[key] = factor_hessian(hessian, damping=damping, dtype=dtype)
         return self._factors[key]
+
+    def pull(self, name: str, weight: Tensor, *, centered: bool = False) -> Tensor | None:
+        """[out, k], (YᵀX - W XᵀX) per token: where the target Y draws the weight of layer `name`.
+
+        None where no target is known for every token, so that W X itself is the target.
+        """
+        center = self.mean() if centered else None
+        gram = self.hessian(centered=centered)
+        if stream := self._stream(name):
+            return stream.mean_product(center) - weight @ gram
+        if cross := self._whole_cross():
+            return weight @ (cross.mean_product(center) - gram)
+        return None
+
+    def mean_target(self, name: str, weight: Tensor) -> Tensor:
+        """[out], the mean of what the layer `name` should put out, less its bias."""
+        if stream := self._stream(name):
+            return stream.mean()
+        cross = self._whole_cross()
+        return weight @ (cross.mean() if cross else self.mean())
+
+    def target_energy(self, name: str, weight: Tensor) -> float:
+        """‖Y‖² per token, of the target of the layer `name`."""
+        if stream := self._stream(name):
+            return stream.energy / max(stream.count, 1)
+        dense = self._dense if self._whole_cross() and self._dense else self._inputs
+        return float(((weight @ dense.mean_gram()) * weight).sum(dtype=torch.float64))
+
+    def _stream(self, name: str) -> Target | None:
+        stream = self._streams.get(name)
+        return stream if stream and stream.count == self._inputs.count else None
+
+    def _whole_cross(self) -> Target | None:
+        return self._cross if self._cross and self._cross.count == self._inputs.count else None
 
     def copy(self) -> Statistics:
         """An independent copy."""
-        twin = Statistics(len(self._squares), self._squares.device, self.stride)
-        twin.tokens, twin._sampled = self.tokens, self._sampled
-        twin._squares.copy_(self._squares)
-        twin._moment.copy_(self._moment)
+        twin = copy.copy(self)
+        for name in ("_inputs", "_held_out", "_squares", "_cross", "_dense", "_streams"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name)))
+        twin._factors = {}
         return twin
+
+    def _rows(self, inputs: Tensor) -> Tensor:
+        return inputs.detach().reshape(-1, inputs.shape[-1]).to(self._squares.dtype)
+
+    def _taken(self, rows: Tensor, first: int) -> Tensor:
+        """The rows that XᵀX takes; tokens are numbered across calls, however those are cut."""
+        if self.holdout:
+            numbers = torch.arange(first, first + len(rows), device=rows.device)
+            return rows[numbers % self.holdout != 0]
+        return rows[-first % self.stride :: self.stride]
+
+
+class Moments:
+    """Sums over rows: their number, their total and the lower triangle of their Gram matrix."""
+
+    def __init__(self, features: int, device: torch.device | None = None) -> None:
+        self.count = 0
+        self.total = torch.zeros(features, device=device)
+        self.gram = torch.zeros(features, features, device=device)
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows [n, features]."""
+        self.count += len(rows)
+        self.total += rows.sum(0)
+        add_gram(self.gram, rows)
+
+    def mean_gram(self) -> Tensor:
+        """[features, features], the whole matrix divided by the number of rows."""
+        whole = self.gram.tril()
+        whole += self.gram.tril(-1).t()
+        return whole.div_(max(self.count, 1))
+
+
+class Target:
+    """Sums over pairs of rows: targets [n, width] against inputs [n, features]."""
+
+    def __init__(self, width: int, features: int, device: torch.device) -> None:
+        self.count = 0
+        self.energy = 0.0
+        self._total = torch.zeros(width, device=device)
+        self._product = torch.zeros(width, features, device=device)
+
+    def add(self, targets: Tensor, rows: Tensor) -> None:
+        """Add pairs."""
+        self.count += len(rows)
+        self.energy += float(targets.square().sum(dtype=torch.float64))
+        self._total += targets.sum(0)
+        for target, row in zip(torch.split(targets, ROWS), torch.split(rows, ROWS), strict=True):
+            self._product.addmm_(target.t(), row)
+
+    def mean(self) -> Tensor:
+        """[width], the mean target."""
+        return self._total / max(self.count, 1)
+
+    def mean_product(self, center: Tensor | None = None) -> Tensor:
+        """[width, features], targetsᵀ inputs per row, of targets and inputs less their means."""
+        product = self._product / max(self.count, 1)
+        return product if center is None else product.addr_(self.mean(), center, alpha=-1)
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
@@ -100,122 +243,3 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
     for start in range(0, k, PANEL):
         stop = min(start + PANEL, k)
         total[start:stop, :stop].addmm_(rows[:, start:stop].t(), rows[:, :stop])
-
-
-class Gatherer:
-    """Sums statistics of named layers while the block around them runs.
-
-    Layers that get the same tensor object in every forward (q/k/v, gate/up) share one
-    `Statistics`, so its Hessian and factor exist once. Layers that shared so far and then get
-    different inputs part, each with a copy.
-
-    Args:
-        layers: Name to layer.
-        make: Makes an empty `Statistics` for an input.
-
-    Example:
-        >>> block = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-        >>> with Gatherer(dict(block.items()), lambda x: Statistics(x.shape[-1])) as gatherer:
-        ...     x = torch.ones(3, 2)
-        ...     gatherer.run(lambda: (block["a"](x), block["b"](x)))
-        >>> gatherer.found["a"] is gatherer.found["b"], gatherer.found["a"].tokens
-        (True, 3)
-    """
-
-    def __init__(
-        self, layers: Mapping[str, nn.Module], make: Callable[[Tensor], Statistics]
-    ) -> None:
-        self.found: dict[str, Statistics] = {}
-        self._layers = layers
-        self._make = make
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._calls: dict[str, list[int]] = {}
-        self._inputs: dict[tuple[int, int], int] = {}
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._runs = 0
-        self._once = False
-
-    def __enter__(self) -> Gatherer:
-        for name, layer in self._layers.items():
-            hook = self._hook(name)
-            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._clear()
-
-    def run(self, forward: Callable[[], object]) -> None:
-        """Run `forward` and add what the layers saw; it may be cut short after the last layer."""
-        self._clear()
-        with contextlib.suppress(StopForward):
-            forward()
-        once = all(len(calls) == 1 for calls in self._calls.values())
-        # The first forward runs to its end, and shows whether each layer is called just once.
-        self._once = (
-            once and len(self._calls) == len(self._layers) and (self._once or self._runs == 0)
-        )
-        self._runs += 1
-        self._add()
-        self._clear()
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = layer_input(args, kwargs)
-            key = (id(inputs), tensor_version(inputs))
-            if key not in self._inputs:
-                # A copy, because a later in-place operation may overwrite the inputs; the
-                # original is held so that its id is not given to another tensor.
-                self._inputs[key] = len(self._kept)
-                self._kept.append((inputs, inputs.detach().clone()))
-            self._calls.setdefault(name, []).append(self._inputs[key])
-            if self._once and len(self._calls) == len(self._layers):
-                raise StopForward
-
-        return before
-
-    def _add(self) -> None:
-        """Split sharers whose calls differ, then add each distinct stream once."""
-        streams: dict[tuple[int, tuple[int, ...]], Statistics] = {}
-        taken = {id(old) for name, old in self.found.items() if name not in self._calls}
-        for name, calls in self._calls.items():
-            old = self.found.get(name)
-            key = (id(old) if old else 0, tuple(calls))
-            if key not in streams:
-                if old is None:
-                    streams[key] = self._make(self._kept[calls[0]][1])
-                else:
-                    streams[key] = old.copy() if id(old) in taken else old
-                    taken.add(id(old))
-        for name, calls in self._calls.items():
-            old = self.found.get(name)
-            self.found[name] = streams[(id(old) if old else 0, tuple(calls))]
-        for (_, stream_calls), stream in streams.items():
-            users = [name for name in self._calls if self.found[name] is stream]
-            for index in stream_calls:
-                stream.add(self._kept[index][1], ", ".join(users))
-
-    def _clear(self) -> None:
-        self._calls, self._inputs, self._kept = {}, {}, []
-
-
-class StopForward(BaseException):
-    """Leaves a forward early; no `except Exception` of a model stops it."""
-
-
-def layer_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The input of a call of nn.Linear."""
-    inputs = args[0] if args else kwargs["input"]
-    assert isinstance(inputs, Tensor)
-    return inputs
-
-
-def tensor_version(tensor: Tensor) -> int:
-    """Changes when the tensor is written in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version

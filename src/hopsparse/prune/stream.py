@@ -8,88 +8,22 @@ for block in blocks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, CalibrationError
+from ..errors import ArgumentError
+from .activations import Activations, advance, call, quiet, store
+from .gather import Gatherer, Seen, add_target
+from .hooks import StopForward, layer_input, tensor_version
 from .layer import new_statistics, prune_layer
 from .recipe import LayerReport, Recipe
-from .statistics import Gatherer, Statistics, StopForward, layer_input, tensor_version
-
-
-@dataclass
-class Activations:
-    """The calls of one block: a hidden state a window, and the other arguments.
-
-    Args:
-        hidden: The first argument of each call; `advance` replaces them.
-        args: The other positional arguments of each call.
-        kwargs: The keyword arguments of each call. Calls with equal arguments share one object.
-
-    Example:
-        >>> len(Activations(hidden=[torch.zeros(1, 4, 8)], args=[()], kwargs=[{}]))
-        1
-    """
-
-    hidden: list[Tensor] = field(default_factory=list)
-    args: list[tuple[Any, ...]] = field(default_factory=list)
-    kwargs: list[dict[str, Any]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.hidden)
-
-
-def capture_inputs(
-    run: Callable[[Tensor], Any], first_block: nn.Module, windows: Sequence[Tensor]
-) -> Activations:
-    """Record how the first block is called for each window; the forward stops there.
-
-    One call per window, so a window that is a batch [b, tokens] makes a batched stream. All
-    windows in one batch are the fastest way to prune: see `prune_block`.
-
-    Args:
-        run: Runs the model on a window, without a cache (transformers: `use_cache=False`).
-        first_block: The first block that will be pruned.
-        windows: What `run` takes; usually token ids [batch, tokens].
-
-    Raises:
-        CalibrationError: No window, the block is not reached, or it is called with objects that
-            cannot be passed again (a cache, for one).
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
-        >>> len(capture_inputs(model, model[1], [torch.zeros(1, 3, 4)]))
-        1
-    """
-    found = Activations()
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _record(found, args, kwargs)
-        raise StopForward
-
-    if not len(windows):
-        raise CalibrationError("no window", need="at least one window", hint="a longer text")
-    handle = first_block.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            for index, window in enumerate(windows):
-                try:
-                    run(window)
-                except StopForward:
-                    continue
-                raise CalibrationError(
-                    f"window {index} never reached the first block",
-                    need="a run that calls it",
-                    hint="check which module was passed as first_block",
-                )
-    finally:
-        handle.remove()
-    return found
+from .reference import DenseCall, watch_residuals
+from .statistics import Statistics
 
 
 def prune_block(
@@ -115,7 +49,8 @@ def prune_block(
     Args:
         block: Takes hidden states first; returns them, or a tuple that starts with them.
         groups: Layer names relative to the block, in the order in which they run.
-        activations: The block's inputs; None only for magnitude (then no output error).
+        activations: The block's inputs; None only for magnitude (then no output error). If they
+            have a reference, it has entered this block, and moves on with them.
         recipe: What to do. `recipe.keep` sees `prefix + name`.
         prefix: Put before each name in reports.
         then_advance: Also do `advance(block, activations)`, in the same forward where possible.
@@ -149,27 +84,6 @@ def prune_block(
     with quiet(block):
         _prune_all(work, groups, activations, then_advance)
     return [work.reports[name] for name in layers]
-
-
-def advance(block: nn.Module, activations: Activations) -> None:
-    """Replace the hidden states by the block's outputs, one call at a time.
-
-    Args:
-        block: The block that `activations` belong to.
-        activations: Changed in place: now the inputs of the next block.
-
-    Raises:
-        CalibrationError: The output is no hidden state of the same shape, or not finite.
-
-    Example:
-        >>> acts = Activations([torch.ones(1, 2, 4)], [()], [{}])
-        >>> advance(nn.Identity(), acts)
-        >>> acts.hidden[0].shape
-        torch.Size([1, 2, 4])
-    """
-    with quiet(block):
-        for index in range(len(activations)):
-            _store(activations, index, _call(block, activations, index, copy=False))
 
 
 @dataclass
@@ -220,15 +134,19 @@ def _prune_all(
         _prune_between(work, group, activations)
     if then_advance:
         advance(work.block, activations)
+        if activations.reference is not None:
+            activations.reference.advance()
 
 
 def _prune_between(work: _Work, group: Sequence[str], activations: Activations) -> None:
     """Gather over all windows, then prune the group."""
     wanted = work.wanted(group)
-    with Gatherer(wanted, lambda inputs: new_statistics(inputs, work.recipe)) as gatherer:
-        if wanted:
-            for index in range(len(activations)):
-                gatherer.run(lambda index=index: _call(work.block, activations, index))  # type: ignore[misc]
+    targets = _Targets(work, activations, group)
+    make = partial(new_statistics, recipe=work.recipe)
+    with targets, Gatherer(wanted, make) as gatherer:
+        for index in range(len(activations) if wanted else 0):
+            targets.look(index)
+            gatherer.run(partial(call, work.block, activations, index), targets.of)
     for name in group:
         # Popped, so that a Hessian and its factor go with the last layer that shares them.
         work.prune(name, gatherer.found.pop(work.prefix + name, None))
@@ -237,6 +155,8 @@ def _prune_between(work: _Work, group: Sequence[str], activations: Activations) 
 def _prune_inside(work: _Work, activations: Activations, then_advance: bool) -> None:
     """Prune each layer in the forward of the only batch, just before the layer runs."""
     wanted = work.wanted(list(work.layers))
+    targets = _Targets(work, activations, list(work.layers))
+    targets.look(0, then_advance=then_advance)
     latest: dict[str, Any] = {}
     done: set[str] = set()
 
@@ -249,8 +169,9 @@ def _prune_inside(work: _Work, activations: Activations, then_advance: bool) -> 
             if latest.get("inputs") is not inputs or latest["version"] != version:
                 latest.clear()
                 statistics = new_statistics(inputs, work.recipe)
-                statistics.add(inputs, name)
+                statistics.add(inputs, name, targets.of(name).inputs)
                 latest.update(inputs=inputs, version=version, statistics=statistics)
+            add_target(latest["statistics"], inputs, name, targets.of(name))
             done.add(name)
             work.prune(name.removeprefix(work.prefix), latest["statistics"])
             if not then_advance and len(done) == len(wanted):
@@ -263,10 +184,11 @@ def _prune_inside(work: _Work, activations: Activations, then_advance: bool) -> 
         for name, layer in wanted.items()
     ]
     try:
-        if wanted or then_advance:
-            output = _call(work.block, activations, 0, copy=not then_advance)
-            if then_advance:
-                _store(activations, 0, output)
+        with targets:
+            if wanted or then_advance:
+                output = call(work.block, activations, 0, copy=not then_advance)
+                if then_advance:
+                    store(activations, 0, output)
     except StopForward:
         pass
     finally:
@@ -277,30 +199,45 @@ def _prune_inside(work: _Work, activations: Activations, then_advance: bool) -> 
             work.prune(name, None)
 
 
-def _call(block: nn.Module, activations: Activations, index: int, *, copy: bool = True) -> Any:
-    # A block may add to its input in place; with `copy` the next call still sees the original.
-    hidden = activations.hidden[index]
-    hidden = hidden.clone() if copy else hidden
-    return block(hidden, *activations.args[index], **activations.kwargs[index])
+class _Targets:
+    """What the dense model does in the place of each layer, window by window."""
 
+    def __init__(self, work: _Work, activations: Activations, names: Sequence[str]) -> None:
+        use = work.recipe.resolved_target != "layer"
+        self._reference = activations.reference if use else None
+        self._work = work
+        self._names = [name for name in names if not work.recipe.keeps(work.prefix + name)]
+        residual = self._reference.residual if self._reference else {}
+        pulls = work.recipe.resolved_target == "residual"
+        self._residual = {n: residual[n] for n in self._names if n in residual} if pulls else {}
+        self._calls: dict[str, DenseCall] = {}
+        self._streams: dict[str, Tensor] = {}
+        self._handles: list[Any] = []
 
-def _store(activations: Activations, index: int, output: Any) -> None:
-    hidden = output[0] if isinstance(output, (tuple, list)) and output else output
-    before = activations.hidden[index]
-    if not isinstance(hidden, Tensor) or hidden.shape != before.shape:
-        what = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise CalibrationError(
-            f"a block that returns {what} for hidden states {tuple(before.shape)}",
-            need="hidden states of the same shape, alone or first in a tuple",
-            hint="pass the repeated blocks of the model only",
+    def __enter__(self) -> None:
+        self._handles = watch_residuals(
+            self._work.block, self._residual, self._residual, self._streams
         )
-    if not bool(hidden.isfinite().all()):
-        raise CalibrationError(
-            f"window {index}: the block's output is not finite",
-            need="finite activations",
-            hint="another calibration text, or the model in float32",
-        )
-    activations.hidden[index] = hidden
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def look(self, index: int, *, then_advance: bool = False) -> None:
+        """Run the dense block on window `index`."""
+        if self._reference is not None and (self._names or then_advance):
+            self._calls = self._reference.calls(index, self._names, then_advance=then_advance)
+
+    def of(self, full_name: str) -> Seen:
+        """What the layer of this full name gets and should put out, in the last window."""
+        name = full_name.removeprefix(self._work.prefix)
+        dense, now = self._calls.get(name), self._streams.get(name)
+        if dense is None:
+            return Seen()
+        if name not in self._residual or dense.stream is None or now is None:
+            return Seen(dense.inputs)
+        fits = now.shape == dense.stream.shape
+        return Seen(dense.inputs, dense.stream - now if fits else None)
 
 
 def _find_layers(block: nn.Module, groups: Sequence[Sequence[str]]) -> dict[str, nn.Module]:
@@ -316,61 +253,3 @@ def _find_layers(block: nn.Module, groups: Sequence[Sequence[str]]) -> dict[str,
             )
         layers[name] = modules[name]
     return layers
-
-
-@contextmanager
-def quiet(block: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; the modes of all submodules come back."""
-    modes = [(module, module.training) for module in block.modules()]
-    block.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _record(found: Activations, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    named = dict(kwargs)
-    hidden, rest = (args[0], args[1:]) if args else (named.pop("hidden_states", None), ())
-    if not isinstance(hidden, Tensor):
-        raise CalibrationError(
-            f"a block called with {type(hidden).__name__}",
-            need="hidden states as the first argument",
-            hint="pass the first of the repeated blocks",
-        )
-    _check_plain(rest, "an argument")
-    for key, value in named.items():
-        _check_plain(value, f"argument {key}")
-    if found.hidden and _equal((found.args[-1], found.kwargs[-1]), (rest, named)):
-        rest, named = found.args[-1], found.kwargs[-1]
-    found.hidden.append(hidden.detach())
-    found.args.append(rest)
-    found.kwargs.append(named)
-
-
-def _check_plain(value: Any, what: str) -> None:
-    """Refuse objects that change when a block is called (caches): blocks are called repeatedly."""
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            _check_plain(item, what)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(item, f"{what}[{key!r}]")
-    elif not isinstance(value, (Tensor, type(None), bool, int, float, str, torch.dtype)):
-        raise CalibrationError(
-            f"a block called with {what} of type {type(value).__name__}",
-            need="tensors and plain values, so that the block can be called again",
-            hint="use_cache=False",
-        )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return type(a) is type(b) and bool(a == b)

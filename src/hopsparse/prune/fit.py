@@ -1,0 +1,184 @@
+"""One weight under one form: its target, its zeros, its values, its grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..formats.pattern import BlockPattern, NMPattern, Pattern, Unstructured
+from ..formats.scheme import Form
+from ..quant import round_weight, weight_scales
+from .admm import admm
+from .compensation import HessianFactor, sparsegpt
+from .mask import check_matrix
+from .recipe import Recipe
+from .refit import refit
+from .rounding import descend_on_grid
+from .scores import magnitude, wanda
+from .statistics import Statistics
+
+# What `damping="search"` tries; it matters little on large calibration sets, much on small ones.
+DAMPINGS = (0.001, 0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A weight that has its form.
+
+    Attributes:
+        weight: [out, k], in the dtype of the old one.
+        damping: What the Hessian was damped with; None where it was not used.
+        scales: [out, groups] of the scheme's grid, or None.
+        shift: [out], what the bias must gain; None where there is no bias to correct.
+    """
+
+    weight: Tensor
+    damping: float | None = None
+    scales: Tensor | None = None
+    shift: Tensor | None = None
+
+
+def fit(
+    name: str,
+    weight: Tensor,
+    form: Form,
+    statistics: Statistics | None,
+    recipe: Recipe,
+    *,
+    biased: bool = False,
+) -> Fitted:
+    """Give `weight` its form.
+
+    Args:
+        name: Of the layer, as `statistics` knows it.
+        weight: [out, k].
+        form: Pattern and scheme.
+        statistics: Of the layer's inputs; without them every method is magnitude and rounding.
+        recipe: Method and options.
+        biased: The layer has a bias that can take up the mean of the error.
+
+    Raises:
+        ArgumentError: A weight that is not finite.
+        CalibrationError: Statistics that cannot be used.
+    """
+    check_matrix(weight, "weight")
+    if statistics is None or recipe.method != "sparsegpt":
+        return _fit_simply(weight, form, statistics, recipe)
+    compute = torch.promote_types(weight.dtype, torch.float32)
+    exact, centered = weight.to(compute), biased and recipe.bias
+    best: tuple[float, Fitted] | None = None
+    dampings = DAMPINGS if recipe.damping == "search" else (float(recipe.damping),)
+    for damping in dampings:
+        problem = _Problem.of(name, exact, statistics, damping, centered=centered)
+        fitted = _fit_to(problem, form, recipe, weight.dtype)
+        if len(dampings) == 1:
+            best = (0.0, fitted)
+            break
+        gap = problem.weight - fitted.weight.to(compute)
+        error = float(((gap @ statistics.held_out()) * gap).sum(dtype=torch.float64))
+        if best is None or error < best[0]:
+            best = (error, fitted)
+    assert best is not None
+    fitted = best[1]
+    if not centered:
+        return fitted
+    made = fitted.weight.to(compute) @ statistics.mean()
+    shift = statistics.mean_target(name, exact) - made
+    return Fitted(fitted.weight, fitted.damping, fitted.scales, shift)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least squares: the weight that would be best without a form, and what a gap to it costs."""
+
+    weight: Tensor
+    hessian: Tensor
+    factor: HessianFactor
+
+    @classmethod
+    def of(
+        cls, name: str, weight: Tensor, statistics: Statistics, damping: float, *, centered: bool
+    ) -> _Problem:
+        hessian = statistics.hessian(centered=centered)
+        factor = statistics.factor(damping, weight.dtype, centered=centered)
+        pull = statistics.pull(name, weight, centered=centered)
+        if pull is not None:
+            # Ridge regression towards the old weight: w + (YᵀX - w XᵀX) (XᵀX + λ)⁻¹.
+            weight = weight + (pull @ factor.upper.t()) @ factor.upper
+        return cls(weight, hessian, factor)
+
+
+def _fit_to(problem: _Problem, form: Form, recipe: Recipe, dtype: torch.dtype) -> Fitted:
+    new, damping = problem.weight, problem.factor.damping
+    if form.pattern is not None:
+        new = _remove(problem, form.pattern, recipe)
+    if form.scheme is None:
+        return Fitted(new.to(dtype), damping)
+    scales = weight_scales(new, form.scheme, problem.hessian.diagonal())
+    # Entries that were kept and are rounded to zero may come back; others never do.
+    keep = new != 0 if form.pattern is not None else torch.ones_like(new, dtype=torch.bool)
+    rounded = round_weight(new.float(), form.scheme, scales)
+    if recipe.refit:
+        rounded = descend_on_grid(
+            problem.weight,
+            rounded,
+            problem.hessian,
+            scales,
+            form.scheme,
+            keep=keep,
+            damping=damping,
+        )
+    return Fitted(rounded.to(dtype), damping, scales)
+
+
+def _remove(problem: _Problem, pattern: Pattern, recipe: Recipe) -> Tensor:
+    """Choose the zeros, and refit what stays."""
+    weight, hessian, factor = problem.weight, problem.hessian, problem.factor
+    if recipe.search == "admm" and not isinstance(pattern, BlockPattern):
+        new = admm(weight, pattern, hessian, damping=factor.damping)
+    elif recipe.order == "activation" and not isinstance(pattern, BlockPattern):
+        new = _in_order_of_activation(problem, pattern, recipe)
+    else:
+        new = sparsegpt(weight, pattern, factor, block_size=recipe.block_size)
+    if not recipe.refit:
+        return new
+    return refit(weight, new, hessian, damping=factor.damping, steps=recipe.refit)
+
+
+def _in_order_of_activation(
+    problem: _Problem, pattern: NMPattern | Unstructured, recipe: Recipe
+) -> Tensor:
+    """SparseGPT from the strongest inputs to the weakest, in whole groups."""
+    diagonal = problem.hessian.diagonal()
+    k = len(diagonal)
+    step = pattern.m if isinstance(pattern, NMPattern) else 1
+    if k % step:
+        return sparsegpt(problem.weight, pattern, problem.factor, block_size=recipe.block_size)
+    groups = diagonal.view(-1, step).sum(1).argsort(descending=True, stable=True)
+    order = (groups.unsqueeze(1) * step + torch.arange(step, device=groups.device)).flatten()
+    new = sparsegpt(
+        problem.weight[:, order],
+        pattern,
+        problem.hessian[order][:, order].contiguous(),
+        damping=problem.factor.damping,
+        block_size=recipe.block_size,
+    )
+    return new[:, order.argsort()].contiguous()
+
+
+def _fit_simply(
+    weight: Tensor, form: Form, statistics: Statistics | None, recipe: Recipe
+) -> Fitted:
+    new = weight
+    if form.pattern is not None:
+        if statistics is None or recipe.method == "magnitude":
+            new = magnitude(weight, form.pattern)
+        else:
+            new = wanda(weight, form.pattern, statistics.input_norm())
+    if form.scheme is None:
+        return Fitted(new)
+    importance = statistics.input_norm().square() if statistics is not None else None
+    scales = weight_scales(new, form.scheme, importance)
+    return Fitted(round_weight(new, form.scheme, scales), None, scales)
