@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..formats.pattern import BlockPattern, NMPattern, Pattern, Unstructured
 from ..formats.scheme import Form
@@ -38,6 +38,18 @@ class Fitted:
     damping: float | None = None
     scales: Tensor | None = None
     shift: Tensor | None = None
+
+    def weight_in(self, dtype: torch.dtype | None) -> Tensor:
+        """The weight rounded to what `dtype` holds, unless it is on the grid of a scheme."""
+        if dtype is None or self.scales is not None:
+            return self.weight
+        return self.weight.to(dtype).to(self.weight.dtype)
+
+    def put(self, layer: nn.Linear, weight: Tensor) -> None:
+        """Give the layer its new weight, and its bias what that needs."""
+        layer.weight.data.copy_(weight)
+        if self.shift is not None:
+            layer.bias.data.add_(self.shift)
 
 
 def fit(

@@ -70,24 +70,18 @@ def prune_layer(
         fitted = fit(name, old, form, usable, recipe, biased=layer.bias is not None)
     except HopsparseError as error:
         raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
-    new = fitted.weight
     if fitted.scales is not None and scales_out is not None:
         scales_out[name] = fitted.scales
-    if store_dtype is not None and fitted.scales is None:
-        new = new.to(store_dtype).to(old.dtype)
+    new = fitted.weight_in(store_dtype)
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable, name) if usable else None
-    layer.weight.data.copy_(new)
-    if fitted.shift is not None:
-        layer.bias.data.add_(fitted.shift)
+    fitted.put(layer, new)
     method = recipe.method if usable else "magnitude"
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
     used = fitted.damping
-    note = _note(recipe, usable, used)
-    return LayerReport(
-        name, shape, pattern, method, density, error_part, tokens, used, seconds, note, scheme
-    )
+    said = (error_part, tokens, used, seconds, _note(recipe, usable, used), scheme)
+    return LayerReport(name, shape, pattern, method, density, *said)
 
 
 def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "") -> float:
