@@ -105,7 +105,7 @@ def prune(
         refit=options.refit,
         refresh=options.refresh,
         scheme=options.quant,
-        target=options.target,
+        fit_to=options.fit_to,
         search=options.search,
         order=options.order,
     )
@@ -119,7 +119,7 @@ def prune(
         if needs
         else None
     )
-    if inputs is not None and recipe.resolved_target != "layer":
+    if inputs is not None and recipe.resolved_fit_to != "layer":
         inputs.reference = Reference(inputs, dict(FAMILY.residual))
     reports, rounding = [], {}
     for index, block in enumerate(blocks):
@@ -194,7 +194,7 @@ def _options() -> Any:
     parser.add_argument("--refit", type=int, default=10)
     parser.add_argument("--refresh", default="auto", choices=["auto", "group", "block"])
     parser.add_argument("--quant", help="a scheme; inputs are rounded as it says")
-    parser.add_argument("--target", default="auto")
+    parser.add_argument("--fit-to", default="auto")
     parser.add_argument("--search", default="greedy")
     parser.add_argument("--order", default="natural")
     parser.add_argument("--windows", type=int, default=64)

@@ -149,7 +149,7 @@ def test_forms_with_a_scheme_hand_out_scales_that_reproduce_the_weight(
     assert torch.equal(round_weight(found, form.scheme, scales["x"]), found)
 
 
-@pytest.mark.parametrize("option", ["target", "search", "order", "refresh", "method"])
+@pytest.mark.parametrize("option", ["fit_to", "search", "order", "refresh", "method"])
 def test_options_without_a_meaning_are_refused(option: str) -> None:
     with pytest.raises(ArgumentError, match=option):
         Recipe(**{option: "sideways"})

@@ -95,7 +95,7 @@ def test_each_weight_solves_least_squares_against_its_target(
     """The definition: with the zeros given, the kept weights of a row are a ridge solution."""
     model = Model()
     dense = copy.deepcopy(model)
-    recipe = Recipe("2:4", target=target, refit=200, damping=0.01)
+    recipe = Recipe("2:4", fit_to=target, refit=200, damping=0.01)
     prune(model, recipe, batches, fused=fused)
     for index in range(3):
         for name in ("mix", "up", "down"):
@@ -123,7 +123,7 @@ def test_pulling_at_the_residual_stream_keeps_the_output_of_the_model() -> None:
     lost = {}
     for target in ("layer", "input", "residual"):
         model = copy.deepcopy(dense)
-        prune(model, Recipe("2:4", target=target), 1)
+        prune(model, Recipe("2:4", fit_to=target), 1)
         with torch.no_grad():
             lost[target] = float((model(inputs(1)[0]) - dense(inputs(1)[0])).norm())
     assert lost["residual"] < 0.9 * lost["layer"]
@@ -131,8 +131,8 @@ def test_pulling_at_the_residual_stream_keeps_the_output_of_the_model() -> None:
 
 
 def test_a_method_that_moves_no_weight_ignores_the_reference() -> None:
-    recipe = Recipe("2:4", "wanda", target="residual")
-    assert recipe.resolved_target == "layer"
+    recipe = Recipe("2:4", "wanda", fit_to="residual")
+    assert recipe.resolved_fit_to == "layer"
     with_reference, without = Model(), Model()
     without.load_state_dict(with_reference.state_dict())
     prune(with_reference, recipe, 1)
@@ -152,7 +152,7 @@ def test_a_corrected_bias_removes_the_mean_error_of_the_outputs() -> None:
     lost = {}
     for bias in (False, True):
         pruned = copy.deepcopy(dense)
-        prune(pruned, Recipe("2:4", target="residual", bias=bias), 1)
+        prune(pruned, Recipe("2:4", fit_to="residual", bias=bias), 1)
         with torch.no_grad():
             gap = pruned(inputs(1)[0]) - dense(inputs(1)[0])
         lost[bias] = (float(gap.norm()), float(gap.mean((0, 1)).norm()))

@@ -76,7 +76,7 @@ class BlockStream:
         """Prune every block; return (dense, sparse) quality by text name."""
         windows = [window for windows in evaluation.values() for window in windows]
         calibrating = self._capture(self._batched(calibration))
-        if self._recipe.resolved_target != "layer":
+        if self._recipe.resolved_fit_to != "layer":
             calibrating.reference = Reference(calibrating, dict(self._family.residual))
         dense, sparse = self._capture(windows), self._capture(windows)
         for index, path in enumerate(self._selection.blocks):

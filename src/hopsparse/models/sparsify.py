@@ -100,7 +100,7 @@ def sparsify(
         selection = select(model, blocks, chosen)
         _check_weights(model, selection)
         activations = first_inputs(model, blocks[0], items) if items else None
-        if activations is not None and chosen.resolved_target != "layer":
+        if activations is not None and chosen.resolved_fit_to != "layer":
             activations.reference = Reference(activations, _residual(model))
         clock = StepClock("prune", len(blocks), progress)
         pruned: list[Pruned] = []

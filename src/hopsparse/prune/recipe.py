@@ -14,7 +14,7 @@ from ..formats.scheme import Form, Scheme, parse_form, parse_scheme
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 REFRESH = ("auto", "group", "block")
-TARGETS = ("auto", "layer", "input", "residual")
+FITS = ("auto", "layer", "input", "residual")
 SEARCHES = ("greedy", "admm")
 ORDERS = ("natural", "activation")
 
@@ -36,7 +36,7 @@ class Recipe:
         refresh: `group`: a group of layers sees inputs made by the pruned groups before it;
             `block`: all groups of a block see inputs made by the dense block; `auto`: `block`
             for Wanda, `group` for the others (docs/prune.md has the measurement).
-        target: SparseGPT only, what a layer is fitted to: `layer`: its dense output on the inputs
+        fit_to: SparseGPT only, what a layer is fitted to: `layer`: its dense output on the inputs
             it gets; `input`: its output in the dense model; `residual`: also what the residual
             stream has lost so far, where the family of the model says which layers add to it, else
             as `input`; `auto`: `residual`.
@@ -67,7 +67,7 @@ class Recipe:
     refit: int = 10
     refresh: str = "auto"
     scheme: Scheme | str | None = None
-    target: str = "auto"
+    fit_to: str = "auto"
     search: str = "greedy"
     order: str = "natural"
     bias: bool = True
@@ -84,7 +84,7 @@ class Recipe:
         object.__setattr__(self, "keep", _globs(self.keep))
         _check_choice("method", self.method, METHODS)
         _check_choice("refresh", self.refresh, REFRESH)
-        for what, choices in (("target", TARGETS), ("search", SEARCHES), ("order", ORDERS)):
+        for what, choices in (("fit_to", FITS), ("search", SEARCHES), ("order", ORDERS)):
             _check_choice(what, getattr(self, what), choices)
         if self.damping != "search":
             _check_number("damping", self.damping, '0.01, or "search"')
@@ -110,11 +110,11 @@ class Recipe:
         return "block" if self.method == "wanda" else "group"
 
     @property
-    def resolved_target(self) -> str:
+    def resolved_fit_to(self) -> str:
         """`layer`, `input` or `residual`: what `auto` stands for; only SparseGPT moves weights."""
         if self.method != "sparsegpt":
             return "layer"
-        return "residual" if self.target == "auto" else self.target
+        return "residual" if self.fit_to == "auto" else self.fit_to
 
     def keeps(self, name: str) -> bool:
         """Whether the layer of this full name stays as it is."""

@@ -203,12 +203,12 @@ class _Targets:
     """What the dense model does in the place of each layer, window by window."""
 
     def __init__(self, work: _Work, activations: Activations, names: Sequence[str]) -> None:
-        use = work.recipe.resolved_target != "layer"
+        use = work.recipe.resolved_fit_to != "layer"
         self._reference = activations.reference if use else None
         self._work = work
         self._names = [name for name in names if not work.recipe.keeps(work.prefix + name)]
         residual = self._reference.residual if self._reference else {}
-        pulls = work.recipe.resolved_target == "residual"
+        pulls = work.recipe.resolved_fit_to == "residual"
         self._residual = {n: residual[n] for n in self._names if n in residual} if pulls else {}
         self._calls: dict[str, DenseCall] = {}
         self._streams: dict[str, Tensor] = {}
