@@ -79,5 +79,5 @@ def _quality(text: str, dense: float, sparse: float, agreement: float) -> dict[s
         "text": text,
         "windows": 8,
         "dense": {"perplexity": dense},
-        "sparse": {"perplexity": sparse, "agreement": agreement},
+        "sparse": {"perplexity": sparse, "agreement": agreement, "kl": 1 - agreement},
     }

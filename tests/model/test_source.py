@@ -45,7 +45,12 @@ def gguf_name(name: str) -> str:
     return outside.get(base, base) + ".weight"
 
 
-def write_gguf(path: Path, state: dict[str, Tensor], architecture: str = "llama") -> Path:
+def write_gguf(
+    path: Path,
+    state: dict[str, Tensor],
+    architecture: str = "llama",
+    tokenizer: tuple[str, ...] = ("model", "tokens", "scores"),
+) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(3)
     writer.add_context_length(128)
@@ -56,11 +61,14 @@ def write_gguf(path: Path, state: dict[str, Tensor], architecture: str = "llama"
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(len(ALPHABET) + 1)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*ALPHABET, "<end>"])
+    if "model" in tokenizer:
+        writer.add_tokenizer_model("gpt2")
+    if "tokens" in tokenizer:
+        writer.add_token_list([*ALPHABET, "<end>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * len(ALPHABET) + [gguf.TokenType.CONTROL])
     # Without merges transformers derives a tokenizer from the scores.
-    writer.add_token_scores([0.0] * (len(ALPHABET) + 1))
+    if "scores" in tokenizer:
+        writer.add_token_scores([0.0] * (len(ALPHABET) + 1))
     writer.add_bos_token_id(len(ALPHABET))
     writer.add_eos_token_id(len(ALPHABET))
     for name, weight in state.items():
@@ -133,6 +141,14 @@ def test_gguf_of_another_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", dense_state(), architecture="mamba")
     with pytest.raises(UnsupportedError, match="architecture 'mamba'.*llama"):
         open_source(str(path))
+
+
+@pytest.mark.parametrize("missing", ["model", "tokens", "scores"])
+def test_gguf_without_a_whole_tokenizer(tmp_path: Path, missing: str) -> None:
+    fields = tuple(field for field in ("model", "tokens", "scores") if field != missing)
+    source = open_source(str(write_gguf(tmp_path / "m.gguf", dense_state(), tokenizer=fields)))
+    with pytest.raises(CheckpointError, match=r"no tokenizer that .* and \.merges or \.scores"):
+        source.tokenizer()
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 3000])

@@ -81,6 +81,9 @@ def test_loaded_model_computes_what_was_measured(
     assert evaluate(model, windows).perplexity == pytest.approx(row["sparse"]["perplexity"])
     original = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     assert evaluate(original, windows).perplexity == pytest.approx(row["dense"]["perplexity"])
+    found = compare(original, model, windows)
+    assert row["sparse"]["kl"] == pytest.approx(found.kl, rel=1e-3) > 0
+    assert row["sparse"]["agreement"] == found.agreement
 
 
 @pytest.mark.parametrize("pattern", ["1:4", "4:8", "6:8", "unstructured:0.5", "block:16x16"])

@@ -71,6 +71,14 @@ def test_chains(run: object, chain: bool) -> None:
     assert is_chain(blocks, lambda: run(blocks)) is chain  # type: ignore[operator]
 
 
+def test_blocks_that_change_the_shape_are_no_chain() -> None:
+    blocks = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    assert not is_chain(blocks, lambda: blocks[2](blocks[1](blocks[0](X))))
+    # What the last block returns enters no other block.
+    head = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+    assert is_chain(head, lambda: head[1](head[0](X)))
+
+
 def test_blocks_that_return_tuples_and_take_keywords() -> None:
     class Block(nn.Module):
         def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:

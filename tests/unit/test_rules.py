@@ -7,6 +7,7 @@ from torch import nn
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import BlockPattern, NMPattern, Pattern
 from hopsparse.models.rules import family_of, find_blocks, linear_names, replace_module, select
+from hopsparse.nn import Pointwise
 from hopsparse.prune import Recipe
 
 
@@ -32,6 +33,13 @@ def test_a_model_without_a_list_is_one_block() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(4, 4))) == ("",)
     mixed = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
     assert find_blocks(nn.ModuleDict({"mixed": mixed})) == ("",)
+
+
+def test_a_model_whose_blocks_hold_1x1_convolutions_is_one_block() -> None:
+    model = network()
+    assert find_blocks(model) != ("",)
+    model["layers"][1]["point"] = Pointwise(nn.Linear(8, 8))
+    assert find_blocks(model) == ("",)
 
 
 def test_selection_divides_every_linear_layer_once() -> None:

@@ -103,8 +103,7 @@ class BlockStream:
             clock.step(path, timed=not state.was_resumed(index))
             dematerialize(block)
         self._write_outer(writer)
-        scores = zip(self._scores(dense, windows), self._scores(sparse, windows), strict=True)
-        return _by_text(evaluation, list(scores))
+        return _by_text(evaluation, list(self._scores(dense, sparse, windows)))
 
     def _capture(self, windows: list[Tensor]) -> Activations:
         first = self._model.get_submodule(self._selection.blocks[0])
@@ -163,14 +162,21 @@ class BlockStream:
         tensors = {name: self._source.load(name) for name in self._outer}
         writer.write_shard(_shard_name(total - 1, total), tensors)
 
-    def _scores(self, activations: Activations, windows: list[Tensor]) -> Iterator[Quality]:
-        """Quality on each window, from the hidden states behind the last block."""
+    def _scores(
+        self, dense: Activations, sparse: Activations, windows: list[Tensor]
+    ) -> Iterator[tuple[Quality, Quality]]:
+        """(dense, sparse) quality on each window, from the hidden states behind the last block.
+
+        Logits of one window are in memory at a time, of both.
+        """
         norm = self._model.get_submodule(self._family.final_norm)
         head: Callable[[Tensor], Tensor] = self._model.get_submodule(self._family.head)
-        for hidden, window in zip(activations.hidden, windows, strict=True):
-            quality = Quality()
-            quality.add(head(norm(hidden)), window)
-            yield quality
+        for before, after, window in zip(dense.hidden, sparse.hidden, windows, strict=True):
+            was, now = Quality(), Quality()
+            reference = head(norm(before))
+            was.add(reference, window)
+            now.add(head(norm(after)), window, reference)
+            yield was, now
 
 
 def _check_finite(module: nn.Module, path: str) -> None:

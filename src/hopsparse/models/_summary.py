@@ -65,13 +65,17 @@ def asked_for(recipe: Recipe) -> str:
 
 
 def quality_rows(quality: dict[str, tuple[Quality, Quality]]) -> list[dict[str, Any]]:
-    """Dense against sparse on each text."""
+    """Dense against sparse on each text; KL(dense || sparse) in nats a token."""
     return [
         {
             "text": text,
             "windows": len(dense.top1),
             "dense": {"perplexity": dense.perplexity},
-            "sparse": {"perplexity": sparse.perplexity, "agreement": sparse.agreement(dense)},
+            "sparse": {
+                "perplexity": sparse.perplexity,
+                "agreement": sparse.agreement(dense),
+                "kl": sparse.kl,
+            },
         }
         for text, (dense, sparse) in quality.items()
     ]

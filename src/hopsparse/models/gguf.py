@@ -118,12 +118,23 @@ class GGUFSource:
         return weight.to(self.dtype)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer stored in the file."""
+        """The tokenizer stored in the file.
+
+        Raises:
+            CheckpointError: It stores none, one without merges and scores, or one of another kind.
+        """
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            self._path.parent, gguf_file=self._path.name
-        )
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self._path.parent, gguf_file=self._path.name
+            )
+        except (KeyError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"{self._path} stores no tokenizer that transformers can read ({error!r})",
+                need="tokenizer.ggml.model and .tokens, and .merges or .scores",
+                hint="convert the model again with its tokenizer, or take its HF folder",
+            ) from error
         return tokenizer
 
     def save_extras(self, folder: Path) -> None:

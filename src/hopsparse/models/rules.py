@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, UnsupportedError
 from ..formats import BlockPattern, Form, NMPattern
+from ..nn import Pointwise
 from ..prune import Recipe
 from . import llama, qwen
 from ._family import Family
@@ -64,9 +65,10 @@ def family_blocks(family: Family, model: nn.Module) -> tuple[str, ...]:
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Paths of what may be the repeated blocks: the longest list of modules of one class.
 
-    A model without such a list is one block, named "". Whether the blocks are a chain, each fed
-    with nothing but the output of the one before, shows only when the model runs
-    (`hopsparse.prune.is_chain`).
+    A model without such a list is one block, named "", and so is one whose longest list holds
+    1x1 convolutions: a convolutional network, with much of its weight in stem and head. Whether
+    the blocks are a chain, each fed with nothing but the output of the one before, shows only when
+    the model runs (`hopsparse.prune.is_chain`).
     """
     best: tuple[str, ...] = ("",)
     for name, module in model.named_modules():
@@ -74,10 +76,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
             continue
         alike = len({type(child) for child in module}) == 1
         # A list of bare linear layers is no list of blocks: its parent is the block.
-        blocks = alike and not isinstance(module[0], nn.Linear) and _has_linear(module)
+        blocks = alike and not isinstance(module[0], nn.Linear) and _holds(nn.Linear, module)
         if blocks and len(module) > len(best):
             best = tuple(f"{name}.{index}" for index in range(len(module)))
-    return best
+    pixels = any(_holds(Pointwise, model.get_submodule(path)) for path in best)
+    return ("",) if pixels else best
 
 
 def select(model: nn.Module, blocks: Iterable[str], recipe: Recipe) -> Selection:
@@ -211,5 +214,5 @@ def _check_globs(globs: tuple[str, ...], linears: dict[nn.Linear, list[str]]) ->
             )
 
 
-def _has_linear(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Linear) for child in module.modules())
+def _holds(kind: type[nn.Module], module: nn.Module) -> bool:
+    return any(isinstance(child, kind) for child in module.modules())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .hooks import layer_input, tensor_version
 
@@ -68,7 +68,8 @@ def is_chain(blocks: Sequence[nn.Module], call: Callable[[], object]) -> bool:
     """Whether each block is called once, and fed with nothing but the output of the one before.
 
     Only then can a model be pruned a block at a time: blocks that run side by side, or with a norm
-    between them, would be calibrated on the wrong inputs.
+    between them, would be calibrated on the wrong inputs. Hidden states have one shape in front of
+    all blocks; where it changes, as in convolutional networks, blocks are no chain either.
 
     Args:
         blocks: In the order in which they are thought to run.
@@ -79,6 +80,9 @@ def is_chain(blocks: Sequence[nn.Module], call: Callable[[], object]) -> bool:
         >>> is_chain(layers, lambda: layers[1](layers[0](torch.ones(1, 4))))
         True
         >>> is_chain(layers, lambda: layers[1](layers[0](torch.ones(1, 4)).relu()))
+        False
+        >>> layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)])
+        >>> is_chain(layers, lambda: layers[1](layers[0](torch.ones(1, 4))))
         False
     """
     # Tensors are kept alive, so that an identity is not given out twice.
@@ -107,4 +111,5 @@ def is_chain(blocks: Sequence[nn.Module], call: Callable[[], object]) -> bool:
             handle.remove()
     in_order = [index for index, _ in inputs] == list(range(len(blocks)))
     fed = zip(inputs[1:], outputs, strict=False)
-    return in_order and all(given is made for (_, given), made in fed)
+    shapes = {given.shape for _, given in inputs if isinstance(given, Tensor)}
+    return in_order and len(shapes) <= 1 and all(given is made for (_, given), made in fed)

@@ -234,10 +234,10 @@ class _Targets:
         dense, now = self._calls.get(name), self._streams.get(name)
         if dense is None:
             return Seen()
-        if name not in self._residual or dense.stream is None or now is None:
-            return Seen(dense.inputs)
-        fits = now.shape == dense.stream.shape
-        return Seen(dense.inputs, dense.stream - now if fits else None)
+        wanted = dense.stream if name in self._residual else None
+        if wanted is not None and now is not None and now.shape == wanted.shape:
+            return Seen(target=wanted - now)
+        return Seen(dense.inputs)
 
 
 def _find_layers(block: nn.Module, groups: Sequence[Sequence[str]]) -> dict[str, nn.Module]:

@@ -113,6 +113,8 @@ def _quality(evaluation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "sparse": row["sparse"]["perplexity"],
             "ratio": row["sparse"]["perplexity"] / row["dense"]["perplexity"],
             "agreement": row["sparse"]["agreement"],
+            # Reports of older versions have none.
+            "kl": row["sparse"].get("kl"),
         }
         for row in evaluation
     ]
