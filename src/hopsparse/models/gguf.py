@@ -132,7 +132,7 @@ class GGUFSource:
         except (KeyError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"{self._path} stores no tokenizer that transformers can read ({error!r})",
-                need="tokenizer.ggml.model and .tokens, and .merges or .scores",
+                need="tokenizer.ggml.tokens, and .merges or .scores",
                 hint="convert the model again with its tokenizer, or take its HF folder",
             ) from error
         return tokenizer
