@@ -72,18 +72,28 @@ class BlockStream:
         writer: CheckpointWriter,
         state: RunState,
         clock: StepClock,
+        dense: Activations | None = None,
     ) -> dict[str, tuple[Quality, Quality]]:
-        """Prune every block; return (dense, sparse) quality by text name."""
+        """Prune every block; return (dense, sparse) quality by text name.
+
+        `dense` gets the evaluation windows behind the dense blocks; another run over the same
+        windows takes them from there and does not run the dense model again.
+        """
         windows = [window for windows in evaluation.values() for window in windows]
         calibrating = self._capture(self._batched(calibration))
         if self._recipe.resolved_fit_to != "layer":
             calibrating.reference = Reference(calibrating, dict(self._family.residual))
-        dense, sparse = self._capture(windows), self._capture(windows)
+        dense = Activations() if dense is None else dense
+        is_known = len(dense) > 0
+        if not is_known:
+            vars(dense).update(vars(self._capture(windows)))
+        sparse = self._capture(windows)
         for index, path in enumerate(self._selection.blocks):
             block = self._model.get_submodule(path)
             dtypes = materialize(block, path, self._source, self._device)
             _check_finite(block, path)
-            advance(block, dense)
+            if not is_known:
+                advance(block, dense)
             if state.is_done(index):
                 if calibrating.reference is not None:
                     calibrating.reference.enter(block)

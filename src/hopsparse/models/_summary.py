@@ -7,6 +7,7 @@ import platform
 import resource
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,23 +82,37 @@ def quality_rows(quality: dict[str, tuple[Quality, Quality]]) -> list[dict[str, 
     ]
 
 
-def repeat_command(model: str, out: Path, recipe: Recipe, options: SparsifyOptions) -> str:
-    """The command line that makes the same checkpoint."""
+def repeat_command(
+    model: str, out: Path, recipe: Recipe, options: SparsifyOptions, more: Sequence[str] = ()
+) -> str:
+    """The command line that makes the same checkpoint, with `more` words of later phases."""
     words = ["hopsparse", "sparsify", model, "-o", str(out)]
-    words += ["--pattern", str(recipe.pattern), "--method", recipe.method]
-    words += ["--damping", repr(recipe.damping), "--refit", str(recipe.refit)]
+    if options.plan is not None:
+        words += ["--plan", str(options.plan)]
+    elif "--quality-budget" not in more:
+        words += _form_words(recipe)
+    words += ["--method", recipe.method, "--damping", str(recipe.damping)]
+    words += ["--refit", str(recipe.refit)]
+    for flag, name in (("--search", "search"), ("--fit-to", "fit_to"), ("--order", "order")):
+        value = getattr(recipe, name)
+        words += [flag, value] if value != getattr(Recipe, name) else []
     words += ["--seed", str(recipe.seed)]
     words += ["--windows", str(options.windows), "--window-tokens", str(options.window_tokens)]
     words += ["--eval-windows", str(options.eval_windows), "--device", options.device]
     words += [] if options.samples else ["--no-samples"]
     for flag, path in (("--calibration", options.calibration), ("--eval", options.evaluate)):
         words += [flag, str(path)] if path else []
+    for glob in recipe.keep:
+        words += ["--keep", glob]
+    return shlex.join([*words, *more])
+
+
+def _form_words(recipe: Recipe) -> list[str]:
+    words = ["--pattern", str(recipe.pattern)]
     words += [] if recipe.scheme is None else ["--quant", str(recipe.scheme)]
     for glob, form in recipe.forms.items():
         words += ["--form", f"{glob}={form}"]
-    for glob in recipe.keep:
-        words += ["--keep", glob]
-    return shlex.join(words)
+    return words
 
 
 def count_parameters(network: nn.Module) -> int:

@@ -24,6 +24,8 @@ class SparsifyOptions:
         device: Where blocks are run and pruned.
         resume: Continue an interrupted run of the same command.
         overwrite: Replace an existing checkpoint, and discard an interrupted run.
+        plan: Plan file (docs/plan.md) that says the form of every layer; the pattern, scheme and
+            forms of the recipe are not used then, and layers that it does not name stay dense.
     """
 
     calibration: Path | None = None
@@ -35,6 +37,7 @@ class SparsifyOptions:
     device: str = "cpu"
     resume: bool = False
     overwrite: bool = False
+    plan: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("windows", 1), ("eval_windows", 1), ("window_tokens", 8)):
@@ -52,7 +55,8 @@ class Progress:
     """One step of a long run.
 
     Attributes:
-        phase: What is being done: "prune", "evaluate", "samples" or "write".
+        phase: What is being done: "prune", "evaluate", "samples" or "write"; of longer runs also
+            "gradients", "sensitivity", "plan 1: prune" and "recover".
         done: Steps finished.
         total: Steps in all.
         label: What the current step works on.

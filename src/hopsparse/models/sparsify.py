@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,44 +12,13 @@ from torch import nn
 from ..errors import ArgumentError
 from ..nn import SparseLinear
 from ..prune import LayerReport, Recipe, Reference, is_chain, quiet
-from ..version import __version__
 from ._block import Pruned, prune_path
 from ._calls import as_inputs, call, first_inputs
-from ._family import Family
-from ._resume import STATE_NAME, RunState
-from ._stream import BlockStream
-from ._summary import (
-    asked_for,
-    count_parameters,
-    peak_memory_bytes,
-    quality_rows,
-    repeat_command,
-    sparse_config,
-    summarize,
-)
-from .checkpoint import CheckpointWriter
-from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
-from .rules import (
-    FAMILIES,
-    Selection,
-    family_blocks,
-    family_of,
-    find_blocks,
-    linear_names,
-    replace_module,
-    select,
-)
-from .samples import generate_pair
+from ._prune_job import Job
+from ._summary import asked_for, repeat_command
+from .options import ProgressCallback, SparsifyOptions, StepClock
+from .rules import FAMILIES, Selection, find_blocks, linear_names, replace_module, select
 from .save import attach_to_transformers
-from .source import WeightSource, open_source, skeleton
-from .text import Texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-REPORT_NAME = "report.json"
-# Samples hold the whole model in float32: only where that is 4 GB or less.
-_SAMPLES_MAX_PARAMETERS = 1_000_000_000
 
 
 def sparsify(
@@ -130,93 +97,21 @@ def sparsify_checkpoint(
         out: Folder to make; it appears when it is complete. Until then OUT.partial holds what is
             finished, block by block.
         recipe: How to prune.
-        options: Texts, sizes, device, resume and overwrite.
+        options: Texts, sizes, device, plan, resume and overwrite.
         progress: Called after each block and at each later phase.
 
     Returns:
         The report that is also written as OUT/report.json.
 
     Raises:
-        CheckpointError: The model cannot be read, or OUT cannot be written.
+        CheckpointError: The model or the plan cannot be read, or OUT cannot be written.
+        ArgumentError: The plan is none of this model; it says the line of a layer.
         CalibrationError: A text cannot be used.
         UnsupportedError: The architecture is unknown, or no layer can be pruned.
     """
-    started = time.monotonic()
-    job = _Job.of(model, recipe, options)
-    with CheckpointWriter(out, overwrite=options.overwrite, resume=options.resume) as writer:
-        identity = job.identity()
-        state = RunState.resume(writer, identity) if options.resume else RunState(identity)
-        stream = BlockStream(
-            job.network, job.source, job.family, job.selection, recipe, options.device
-        )
-        clock = StepClock("prune", len(job.selection.blocks), progress)
-        quality = stream.run(job.texts.calibration, job.texts.evaluation, writer, state, clock)
-        blocks_seconds = time.monotonic() - started
-        samples = []
-        if options.samples and count_parameters(job.network) <= _SAMPLES_MAX_PARAMETERS:
-            progress(Progress("samples", 0, 1, "generating samples", None))
-            samples = generate_pair(job.source, state, writer.partial, options.device)
-        progress(Progress("write", 0, 1, "writing the checkpoint", None))
-        report = summarize(job.network, job.family, recipe, job.selection, state) | {
-            "command": repeat_command(model, Path(out), recipe, options),
-            "calibration": job.texts.summary(),
-            "evaluation": quality_rows(quality),
-            "samples": samples,
-            "seconds": {
-                "prune and evaluate": round(blocks_seconds, 1),
-                "total": round(time.monotonic() - started, 1),
-            },
-            "peak_memory_bytes": peak_memory_bytes(),
-        }
-        report["model"]["name"] = job.source.name
-        job.finish(writer, state, report)
-    return report
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One model and what is to be done to it; made before anything is written."""
-
-    source: WeightSource
-    family: Family
-    network: PreTrainedModel
-    selection: Selection
-    texts: Texts
-    recipe: Recipe
-    device: str
-
-    @classmethod
-    def of(cls, model: str, recipe: Recipe, options: SparsifyOptions) -> _Job:
-        """Open the model, divide its layers, and cut the texts."""
-        source = open_source(model)
-        family = family_of(source.config.model_type)
-        network = skeleton(source)
-        blocks = family_blocks(family, network)
-        selection = select(network, blocks, recipe)
-        texts = Texts.read(source.tokenizer(), recipe.seed, options)
-        texts.check_vocabulary(source.config.vocab_size)
-        return cls(source, family, network, selection, texts, recipe, options.device)
-
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the interrupted one."""
-        return {
-            "model": self.source.identity(),
-            # Pairs: the first form that matches counts, and JSON objects have no order.
-            "recipe": self.recipe.to_json() | {"forms": _pairs(self.recipe)},
-            "calibration": self.texts.digest(),
-            "device": self.device,
-            # Other arithmetic gives other last digits, and masks that turn on them.
-            "software": f"hopsparse {__version__}, torch {torch.__version__}",
-            "threads": torch.get_num_threads(),
-        }
-
-    def finish(self, writer: CheckpointWriter, state: RunState, report: dict[str, Any]) -> None:
-        """Write the small files, and give the folder its name."""
-        self.source.save_extras(writer.partial)
-        writer.write_json(REPORT_NAME, report)
-        writer.remove(STATE_NAME)
-        sparse = sparse_config(self.recipe, self.selection, state)
-        writer.commit(self.source.config_json() | {"quantization_config": sparse.to_json()})
+    job = Job.of(model, recipe, options)
+    command = repeat_command(model, Path(out), recipe, options)
+    return job.run(out, command=command, progress=progress)
 
 
 def _check_model(model: object) -> None:
@@ -285,7 +180,3 @@ def _replace_all(model: nn.Module, pruned: Iterable[Pruned], recipe: Recipe) -> 
     for names, sparse in packed:
         for name in names:
             replace_module(model, name, lambda _, new=sparse: new)  # type: ignore[misc]
-
-
-def _pairs(recipe: Recipe) -> list[list[str]]:
-    return [[glob, str(form)] for glob, form in recipe.forms.items()]
