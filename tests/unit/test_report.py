@@ -94,6 +94,8 @@ def test_page_shows_what_the_report_says(written: Path) -> None:
         "predicted, not measured",
         "35.90",
         "61.2 %",
+        "KL to dense",
+        "0.388",
         "tied to the embedding",
         "k = 3 is no multiple of 4",
         "a city of & about <two> million",
@@ -116,6 +118,15 @@ def test_least_report_renders(tmp_path: Path) -> None:
     text = read(write_report(report, tmp_path / "least.html")).text
     assert "evaluated no text" in text
     assert "Every linear layer became sparse" in text
+
+
+def test_a_report_of_an_older_version_has_no_divergence(tmp_path: Path) -> None:
+    report = example_report(blocks=1)
+    for row in report["evaluation"]:
+        del row["sparse"]["kl"]
+    text = read(write_report(report, tmp_path / "older.html")).text
+    assert "61.2 %" in text
+    assert "KL" not in text
 
 
 def test_values_are_escaped(tmp_path: Path) -> None:
