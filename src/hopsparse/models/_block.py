@@ -14,9 +14,11 @@ from ..errors import CalibrationError
 from ..formats import Form, Quantized, SparseMatrix
 from ..prune import Activations, LayerReport, Recipe, prune_block, quiet, trace_groups
 from ..quant import Rounding, measure_scales, quantize_matrix, rounded_inputs, store_matrix
+from ._family import Family
 from ._files import read_tensors
 from ._resume import RunState
 from .checkpoint import ModuleEntry
+from .permute import permute_block
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def prune_path(
     *,
     store_dtype: torch.dtype | None = None,
     then_advance: bool = True,
+    family: Family | None = None,
 ) -> Pruned:
     """Prune the `eligible` layers (full names) of the block at `path`, in run order.
 
@@ -64,6 +67,8 @@ def prune_path(
         # Several windows: each group is one more forward, so layers that share an input share it.
         hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
         groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
+    if recipe.permute and family is not None and activations is not None:
+        permute_block(block, path, activations, recipe, family)
     if activations is not None and activations.reference is not None:
         activations.reference.enter(block)
     layers = {prefix + name: block.get_submodule(name) for name in names}

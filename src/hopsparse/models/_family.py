@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Channels(NamedTuple):
+    """Channels inside a block that have no order of their own.
+
+    Attributes:
+        makers: Layers whose rows they are.
+        taker: The layer whose columns they are.
+        heads: Module whose `head_dim` says within which width they may move; "": anywhere.
+    """
+
+    makers: tuple[str, ...]
+    taker: str
+    heads: str = ""
 
 
 @dataclass(frozen=True)
@@ -17,6 +32,7 @@ class Family:
         head: Path of the projection to the vocabulary.
         residual: Layer of a block -> module of the block whose input is the residual stream that
             the layer's output is added to.
+        channels: Inner channels that may be permuted.
         gguf_architectures: `general.architecture` values of GGUF files.
         gguf_interleaves_rotary: Whether GGUF stores q and k rows in interleaved rotary order,
             where HF has two halves.
@@ -30,6 +46,10 @@ class Family:
     residual: tuple[tuple[str, str], ...] = (
         ("self_attn.o_proj", "input_layernorm"),
         ("mlp.down_proj", "post_attention_layernorm"),
+    )
+    channels: tuple[Channels, ...] = (
+        Channels(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
+        Channels(("self_attn.v_proj",), "self_attn.o_proj", heads="self_attn"),
     )
     gguf_architectures: tuple[str, ...] = ()
     gguf_interleaves_rotary: bool = False

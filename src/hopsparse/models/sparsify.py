@@ -67,15 +67,21 @@ def sparsify(
         selection = select(model, blocks, chosen)
         _check_weights(model, selection)
         activations = first_inputs(model, blocks[0], items) if items else None
+        family = _known_family(model, blocks)
         if activations is not None and chosen.resolved_fit_to != "layer":
-            activations.reference = Reference(activations, _residual(model))
+            residual = dict(family.residual) if family is not None else {}
+            activations.reference = Reference(activations, residual)
         clock = StepClock("prune", len(blocks), progress)
         pruned: list[Pruned] = []
         for path in blocks:
             names = selection.eligible.get(path, ())
             more = activations is not None and path != blocks[-1]
             block = model.get_submodule(path)
-            pruned.append(prune_path(block, path, names, activations, chosen, then_advance=more))
+            pruned.append(
+                prune_path(
+                    block, path, names, activations, chosen, then_advance=more, family=family
+                )
+            )
             clock.step(path or type(model).__name__)
     _replace_all(model, pruned, chosen)
     attach_to_transformers(model, asked_for(chosen), chosen.method, selection.kept_dense)
@@ -143,10 +149,12 @@ def _as_recipe(recipe: object) -> Recipe:
     return recipe
 
 
-def _residual(model: nn.Module) -> dict[str, str]:
-    """Which layers of a block add to the residual stream, if the family of the model is known."""
+def _known_family(model: nn.Module, blocks: tuple[str, ...]) -> Family | None:
+    """What is known of the blocks of `model`, if they are those of a family."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    return next((dict(f.residual) for f in FAMILIES if kind in f.model_types), {})
+    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    is_its = family is not None and blocks[0].startswith(f"{family.blocks}.")
+    return family if is_its else None
 
 
 def _check_weights(model: nn.Module, selection: Selection) -> None:

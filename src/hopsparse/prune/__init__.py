@@ -14,6 +14,8 @@ from .layer import prune_layer as prune_layer
 from .mask import keep_mask as keep_mask
 from .order import is_chain as is_chain
 from .order import trace_groups as trace_groups
+from .permute import kept_importance as kept_importance
+from .permute import spread_columns as spread_columns
 from .recipe import METHODS as METHODS
 from .recipe import LayerReport as LayerReport
 from .recipe import Recipe as Recipe

@@ -45,6 +45,8 @@ class Recipe:
         order: SparseGPT with search `greedy`: `natural`, or `activation`: groups of columns with
             strong inputs first.
         bias: SparseGPT only: let the bias of a layer that has one take up the mean of its error.
+        permute: Reorder the channels inside a block first, so that N:M keeps more; for families
+            that say which channels have no order of their own.
         scheme: Rounds the kept weights to fewer bits, as a value or as text such as `"int8"`.
         forms: Glob over full layer names -> form, as a value or as text such as `"6:8+int8"` or
             `"dense"`; the first that matches replaces `pattern` and `scheme`.
@@ -71,6 +73,7 @@ class Recipe:
     search: str = "greedy"
     order: str = "natural"
     bias: bool = True
+    permute: bool = False
     forms: Mapping[str, Form | str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,134 @@
+"""Reorder channels inside a block so that N:M keeps more, at no cost when the model runs.
+
+The channels between two layers have no order of their own: rows of what makes them and columns of
+what takes them may be permuted together. In a gated MLP those are the rows of gate and up and the
+columns of down, all of them freely. In attention they are the rows of v and the columns of o within
+a head; query heads that share a value head share its order. Rotary positions tie the channels of q
+and k to their places, and the residual stream is shared by all blocks: both stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import NMPattern
+from ..prune import Activations, Recipe, kept_importance, quiet, spread_columns
+from ..prune.activations import call
+from ..prune.hooks import StopForward, layer_input
+from ._family import Channels, Family
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """What a new order did for one layer.
+
+    Attributes:
+        name: Of the layer whose columns moved.
+        before: Part of the importance that its pattern would have kept.
+        after: Part that it keeps now.
+    """
+
+    name: str
+    before: float
+    after: float
+
+
+@torch.no_grad()
+def permute_block(
+    block: nn.Module, path: str, activations: Activations, recipe: Recipe, family: Family
+) -> list[Permuted]:
+    """Permute the inner channels of a dense block in place; what it computes stays the same.
+
+    Args:
+        block: A decoder block of `family`, dense.
+        path: Its path in the model, for `recipe.form_of`.
+        activations: Its inputs.
+        recipe: Says which layers become N:M.
+        family: Which layers make and take inner channels.
+
+    Returns:
+        One entry for each layer whose columns could move; nothing moves where nothing is won.
+
+    Raises:
+        UnsupportedError: scipy is not installed.
+    """
+    wanted = {}
+    for channels in family.channels:
+        pattern = recipe.form_of(f"{path}.{channels.taker}").pattern
+        layers = [block.get_submodule(name) for name in (*channels.makers, channels.taker)]
+        if isinstance(pattern, NMPattern) and all(isinstance(layer, nn.Linear) for layer in layers):
+            wanted[channels.taker] = (channels, pattern)
+    squares = _input_squares(block, list(wanted), activations)
+    done = []
+    for taker, (channels, pattern) in wanted.items():
+        if taker not in squares:
+            continue
+        before, after = _permute(block, channels, pattern, squares[taker])
+        done.append(Permuted(f"{path}.{taker}", before, after))
+    return done
+
+
+def _permute(
+    block: nn.Module, channels: Channels, pattern: NMPattern, squares: Tensor
+) -> tuple[float, float]:
+    """Reorder what lies between the makers and the taker; the kept importance before and after."""
+    makers = [cast(nn.Linear, block.get_submodule(name)) for name in channels.makers]
+    taker = cast(nn.Linear, block.get_submodule(channels.taker))
+    made, taken = makers[0].out_features, taker.in_features
+    width = cast(Any, block.get_submodule(channels.heads)).head_dim if channels.heads else made
+    importance = taker.weight.float().square() * squares
+    before = kept_importance(importance, pattern)
+    if taken % made or made % width or width % pattern.m:
+        return before, before
+    heads, sharers = made // width, taken // made
+    # [rows, head, sharer, channel] -> for each head the rows of all who share its channels.
+    parts = importance.view(-1, heads, sharers, width).permute(1, 2, 0, 3)
+    orders = [spread_columns(part.reshape(-1, width), pattern) for part in parts]
+    rows = torch.cat([head * width + order for head, order in enumerate(orders)])
+    columns = torch.cat([h * width + orders[h // sharers] for h in range(heads * sharers)])
+    for maker in makers:
+        maker.weight.copy_(maker.weight[rows])
+        if maker.bias is not None:
+            maker.bias.copy_(maker.bias[rows])
+    taker.weight.copy_(taker.weight[:, columns])
+    return before, kept_importance(importance[:, columns], pattern)
+
+
+def _input_squares(
+    block: nn.Module, names: list[str], activations: Activations
+) -> Mapping[str, Tensor]:
+    """[k] summed squares of the inputs of each layer, over all windows."""
+    found: dict[str, Tensor] = {}
+    called: set[str] = set()
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs = layer_input(args, kwargs)
+            sums = inputs.reshape(-1, inputs.shape[-1]).float().square().sum(0)
+            found[name] = found[name] + sums if name in found else sums
+            called.add(name)
+            if len(called) == len(names):
+                raise StopForward
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(before(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        with quiet(block):
+            for index in range(len(activations) if names else 0):
+                called.clear()
+                with suppress(StopForward):
+                    call(block, activations, index)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,85 @@
+"""Channels inside decoder blocks are permuted without changing what the blocks compute."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hopsparse import Recipe, sparsify
+from hopsparse.models.permute import permute_block
+from hopsparse.models.rules import family_of
+from hopsparse.prune import capture_inputs
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)).eval()
+
+
+def qwen() -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval()
+
+
+def windows() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return list(torch.randint(0, 64, (4, 16), generator=draw).split(2))
+
+
+@pytest.mark.parametrize("make", [llama, qwen])
+@torch.no_grad()
+def test_a_model_computes_the_same_and_keeps_more(make: object) -> None:
+    torch.manual_seed(0)
+    model = make()  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+        if "gate_proj.weight" in name or "v_proj.weight" in name:
+            parameter[:8] *= 6  # strong channels beside one another
+    ids = windows()
+    expected = model(ids[0], use_cache=False).logits
+    before = copy.deepcopy(model.state_dict())
+    inner = capture_inputs(lambda w: model(w, use_cache=False), model.model.layers[0], ids)
+    family = family_of(model.config.model_type)
+    done = permute_block(model.model.layers[0], "model.layers.0", inner, Recipe("2:4"), family)
+    assert {entry.name.rpartition(".")[2] for entry in done} == {"down_proj", "o_proj"}
+    assert all(entry.after >= entry.before for entry in done)
+    assert any(entry.after > entry.before for entry in done)
+    moved = [n for n, t in model.state_dict().items() if not torch.equal(t, before[n])]
+    assert moved
+    assert all(".0." in name for name in moved)
+    assert not any("q_proj" in name or "k_proj" in name or "norm" in name for name in moved)
+    # Sums in another order: float32 rounding of 96 terms.
+    assert torch.allclose(model(ids[0], use_cache=False).logits, expected, atol=1e-5)
+
+
+def test_sparsify_permutes_when_told_to() -> None:
+    torch.manual_seed(1)
+    model = llama()
+    twin = copy.deepcopy(model)
+    plain = sparsify(model, Recipe("2:4"), windows())
+    spread = sparsify(twin, Recipe("2:4", permute=True), windows())
+    assert [r.name for r in plain] == [r.name for r in spread]
+    assert all(r.density == 0.5 for r in spread)
+    rows = (m.model.layers[0].mlp.down_proj.to_dense() for m in (model, twin))
+    assert not torch.equal(*rows)
+
+
+def test_a_taker_that_stays_dense_moves_nothing() -> None:
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    inner = capture_inputs(lambda w: model(w, use_cache=False), model.model.layers[0], windows())
+    recipe = Recipe("unstructured:0.5")
+    family = family_of("llama")
+    assert permute_block(model.model.layers[0], "model.layers.0", inner, recipe, family) == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
