@@ -14,6 +14,7 @@ from ..nn import SparseLinear
 from ..prune import LayerReport, Recipe, Reference, is_chain, quiet
 from ._block import Pruned, prune_path
 from ._calls import as_inputs, call, first_inputs
+from ._family import Family
 from ._prune_job import Job
 from ._summary import asked_for, repeat_command
 from .options import ProgressCallback, SparsifyOptions, StepClock
