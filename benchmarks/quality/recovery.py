@@ -48,19 +48,7 @@ def main() -> None:
     layers = sparse(student, given.form)
     student.to(given.device)
     before = anchors.evaluate(student, windows)
-    options = RecoverOptions(
-        steps=given.steps,
-        lr=given.lr,
-        batch_windows=given.batch_windows,
-        window_tokens=given.window_tokens,
-        hidden=given.hidden,
-        masks=given.masks,
-        level=given.level,
-        lora_rank=given.lora_rank,
-        train=given.train,
-        precision=given.precision,
-        evaluate_every=given.evaluate_every,
-    )
+    options = training(given)
     count = min(given.windows, given.steps * given.batch_windows)
     drawn = draw(encode, count + HELD_OUT, given.window_tokens)
     corpus = Corpus(drawn[HELD_OUT:], drawn[:HELD_OUT])
@@ -95,6 +83,23 @@ def main() -> None:
     if given.out:
         with given.out.open("a") as file:
             file.write(json.dumps(row, default=str) + "\n")
+
+
+def training(given: Any) -> RecoverOptions:
+    """How to train, as the command line says."""
+    return RecoverOptions(
+        steps=given.steps,
+        lr=given.lr,
+        batch_windows=given.batch_windows,
+        window_tokens=given.window_tokens,
+        hidden=given.hidden,
+        masks=given.masks,
+        level=given.level,
+        lora_rank=given.lora_rank,
+        train=given.train,
+        precision=given.precision,
+        evaluate_every=given.evaluate_every,
+    )
 
 
 def sparse(model: nn.Module, text: str) -> list[str]:
