@@ -27,6 +27,7 @@ from ._files import check_result
 from ._layers import check_stored, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry
 from .kinds import SPARSE24, Kind, kind_of
+from .low_rank import refuse_low_rank
 from .sparse24 import export_sparse24, import_sparse24
 
 #: What weights can be converted to.
@@ -84,7 +85,8 @@ def convert_checkpoint(
         ArgumentError: An option means nothing here.
         CheckpointError: `src` is missing, damaged or plainly dense; `dst` exists.
         FormatError: A matrix does not obey the pattern; the message names it.
-        UnsupportedError: The weights are also quantised, or none obeys 2:4.
+        UnsupportedError: The weights are also quantised, have low-rank products beside them, or
+            none obeys 2:4.
 
     Example:
         >>> convert_checkpoint("no/such/folder", "out", to="csr")
@@ -206,6 +208,7 @@ def _convert_own(folder: Path, kind: Kind, target: _Target) -> Converted:
         return _export(folder, kind, target)
     with CheckpointReader(folder) as reader:
         sparse = require_sparse(reader)
+        refuse_low_rank(folder)
         check_stored(sparse, stored_specs(folder / shard for shard in reader.shards()))
         entries: dict[str, ModuleEntry] = {}
         with CheckpointWriter(target.out, overwrite=target.overwrite, resumable=False) as writer:

@@ -15,6 +15,7 @@ from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
 from ._layers import check_contents, check_stored, make_sparse, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, SparseConfig
+from .low_rank import has_low_rank, load_low_rank, products_follow
 from .register import register
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -31,6 +32,7 @@ def load(
 ) -> nn.Module:
     """Load a sparse checkpoint.
 
+    Low-rank products that recovery left beside the sparse weights are loaded with them.
     Patterns and ranges of indices are checked, values are not: `hopsparse verify` reads all.
     Threads may load at the same time; transformers' own `from_pretrained` is not made for that.
 
@@ -63,9 +65,14 @@ def load(
         sparse = require_sparse(reader)
         check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
         if into is not None:
-            return _fill(into, reader, sparse, place, dtype)
-        architecture = architecture_of(reader.config)
-    return _from_pretrained(Path(path), architecture, place, dtype)
+            loaded: nn.Module = _fill(into, reader, sparse, place, dtype)
+        else:
+            architecture = architecture_of(reader.config)
+            with products_follow():
+                loaded = _from_pretrained(Path(path), architecture, place, dtype)
+    if has_low_rank(path):
+        load_low_rank(loaded, path)
+    return loaded
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

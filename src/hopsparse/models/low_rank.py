@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..files import open_tensors
 from ..nn import SparseLinear
 from ..recover import LowRank
@@ -17,16 +21,18 @@ from .rules import replace_module
 #: Where products lie in a checkpoint: in a folder, so that other readers pass over them.
 LOW_RANK_FOLDER = "low_rank"
 _FILE = "products.safetensors"
+_FOLLOW = ContextVar("hopsparse_products_follow", default=False)
 
 
 def load_low_rank(model: nn.Module, folder: Path | str) -> list[str]:
     """Put the low-rank products of a checkpoint beside the sparse layers of its loaded model.
 
-    `hopsparse.load` and `from_pretrained` load the sparse weights alone: a checkpoint that was
-    recovered with `lora_rank` needs this as well.
+    `hopsparse.load` does this itself. `from_pretrained` of transformers, which builds the classes
+    that config.json names and no others, warns and loads the sparse weights alone.
 
     Args:
-        model: What `hopsparse.load(folder)` returned; changed in place.
+        model: A model with the sparse layers of the checkpoint; changed in place. Products that it
+            has already are replaced by those of the folder.
         folder: The checkpoint.
 
     Returns:
@@ -60,8 +66,50 @@ def load_low_rank(model: nn.Module, folder: Path | str) -> list[str]:
     return names
 
 
+def has_low_rank(folder: Path | str) -> bool:
+    """Whether a checkpoint has low-rank products beside its sparse weights."""
+    return (Path(folder) / LOW_RANK_FOLDER).exists()
+
+
+def refuse_low_rank(folder: Path | str) -> None:
+    """Refuse a checkpoint whose products would be lost.
+
+    Raises:
+        UnsupportedError: It has low-rank products.
+    """
+    if has_low_rank(folder):
+        raise UnsupportedError(
+            f"{folder} has low-rank products beside its weights",
+            need="sparse weights alone: no other format has a place for the products",
+            hint="the checkpoint that those products were trained for",
+        )
+
+
+@contextmanager
+def products_follow() -> Iterator[None]:
+    """While open, this thread puts products beside loaded layers by itself: nobody is warned."""
+    token = _FOLLOW.set(True)
+    try:
+        yield
+    finally:
+        _FOLLOW.reset(token)
+
+
+def warn_of_products(folder: Path) -> None:
+    """Warn whoever loads a checkpoint without its products, if it has some."""
+    if has_low_rank(folder) and not _FOLLOW.get():
+        warnings.warn(
+            f"{folder} was recovered with low-rank products, which from_pretrained leaves out: "
+            f"the model is not the one that was measured. hopsparse.load({str(folder)!r}) loads "
+            "both; hopsparse.load_low_rank(model, folder) adds the products to this model.",
+            stacklevel=2,
+        )
+
+
 def _product(base: nn.Module | None, a: Tensor | None, b: Tensor | None) -> LowRank | None:
     """The product beside a layer; None if they do not belong together."""
+    if isinstance(base, LowRank):
+        base = base.base
     if not isinstance(base, SparseLinear) or a is None or b is None or a.dim() != 2:
         return None
     if (a.shape[1], *b.shape) != (base.in_features, base.out_features, a.shape[0]):

@@ -25,6 +25,7 @@ from ..nn import SparseLinear
 from ..ops import COMPUTE_DTYPES
 from ._layers import StoredSpecs, check_contents, check_stored, make_sparse, stored_specs
 from .checkpoint import QUANT_METHOD, SparseConfig
+from .low_rank import warn_of_products
 from .rules import replace_module
 from .save import sparse_modules
 
@@ -86,6 +87,7 @@ class HopsparseQuantizer(HfQuantizer):  # type: ignore[misc]
                 need="the folder that hopsparse wrote",
                 hint="AutoModelForCausalLM.from_pretrained(OUT)",
             )
+        warn_of_products(files[0].parent)
         stored = stored_specs(files)
         check_stored(sparse, stored)
         self._names = make_sparse(model, sparse.modules)

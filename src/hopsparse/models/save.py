@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..nn import SparseLinear
+from ..recover import LowRank
 from .checkpoint import SINGLE_NAME, CheckpointWriter, ModuleEntry, SparseConfig
 
 
@@ -27,6 +28,7 @@ def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
 
     Raises:
         ArgumentError: The model has no sparse layer.
+        UnsupportedError: It has low-rank products, whose place is beside a recovered checkpoint.
         CheckpointError: `out` exists, or cannot be written.
 
     Example:
@@ -58,7 +60,17 @@ def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
 
 
 def sparse_modules(model: nn.Module) -> dict[str, ModuleEntry]:
-    """How each sparse layer of `model` is stored, by module name."""
+    """How each sparse layer of `model` is stored, by module name.
+
+    Raises:
+        UnsupportedError: It has low-rank products, which no shard has a place for.
+    """
+    if any(isinstance(module, LowRank) for module in model.modules()):
+        raise UnsupportedError(
+            "a model with low-rank products beside its sparse layers",
+            need="sparse layers alone",
+            hint="copy the folder that it was loaded from",
+        )
     return {
         name: ModuleEntry.of(module.matrix)
         for name, module in model.named_modules()

@@ -21,6 +21,7 @@ from ..ops import COMPUTE_DTYPES
 from ._entries import quantization_of
 from ._layers import check_stored, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry, SparseConfig
+from .low_rank import refuse_low_rank
 
 _METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
 _PARTS = ("shape", "compressed", "bitmask")
@@ -97,7 +98,7 @@ def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
 
     Raises:
         CheckpointError: The folder is missing or damaged, or no hopsparse checkpoint.
-        UnsupportedError: Values are 8-bit or quantized.
+        UnsupportedError: Values are 8-bit or quantized, or have low-rank products beside them.
 
     Example:
         >>> export_sparse24("no/such/folder", "out")
@@ -108,6 +109,7 @@ def export_sparse24(folder: Path | str, out: Path | str) -> dict[str, str]:
     zeros: list[tuple[int, int]] = []
     with CheckpointReader(folder) as reader:
         sparse = require_sparse(reader)
+        refuse_low_rank(reader.folder)
         check_stored(sparse, stored_specs(reader.folder / shard for shard in reader.shards()))
         with CheckpointWriter(out, resumable=False) as writer:
             for shard in reader.shards():
