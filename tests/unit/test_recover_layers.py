@@ -26,6 +26,17 @@ def quantized(form: str) -> SparseLinear:
     return SparseLinear(quantize_matrix(weight, parsed))
 
 
+def test_a_group_trains_no_more_entries_than_its_pattern_allows() -> None:
+    """1:4 and 3:8 lie in windows with two slots for every four columns: more than they may use."""
+    for pattern in (NMPattern(1, 4), NMPattern(3, 8), NMPattern(2, 4), NMPattern(6, 8)):
+        weight = magnitude(torch.randn(8, 32), pattern)
+        weight[0] = 0
+        places = stored_entries(NM.from_dense(weight, pattern))
+        assert bool(places[weight != 0].all())
+        assert int(places.unflatten(1, (-1, pattern.m)).sum(-1).max()) <= pattern.n
+        NM.from_dense(places.float(), pattern)
+
+
 def test_gradients_of_pruned_weights_are_zero_and_of_the_others_those_of_the_dense_layer() -> None:
     weight = magnitude(torch.randn(8, 16), NMPattern(2, 4))
     layer = MaskedLinear(SparseLinear(NM.from_dense(weight, NMPattern(2, 4))))

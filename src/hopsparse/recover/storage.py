@@ -94,7 +94,9 @@ class Storage:
 def stored_entries(matrix: SparseMatrix) -> Tensor:
     """[out, k] bool: the places that `matrix` has a slot for, or its non-zeros.
 
-    A free slot of an nm group costs its bytes in any case, and so does a zero inside a block.
+    A free slot of an nm group costs its bytes in any case, and so does a zero inside a block. Where
+    a group has more slots than its pattern allows entries, as in 1:4, the free ones beyond that
+    stay free.
 
     Example:
         >>> packed = NM.from_dense(torch.tensor([[0.0, 5.0, 0.0, 0.0]]))
@@ -109,7 +111,16 @@ def stored_entries(matrix: SparseMatrix) -> Tensor:
     values = parts[matrix.VALUES]
     # By way of float32: torch fills no 8-bit floats on some devices.
     filled = torch.ones(values.shape, dtype=torch.float32, device=values.device).to(values.dtype)
-    return nonzero(matrix.with_parts({**parts, matrix.VALUES: filled}).to_dense())
+    places = nonzero(matrix.with_parts({**parts, matrix.VALUES: filled}).to_dense())
+    if not isinstance(matrix, NM):
+        return places
+    pattern = matrix.pattern
+    used = nonzero(matrix.to_dense())
+    rows, k = places.shape
+    rank = (places.int() + used.int()).view(rows, k // pattern.m, pattern.m)
+    first = torch.sort(rank, dim=-1, descending=True, stable=True).indices[..., : pattern.n]
+    allowed = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, first, True)
+    return places & allowed.view_as(places)
 
 
 def nonzero(dense: Tensor) -> Tensor:
