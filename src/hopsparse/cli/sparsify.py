@@ -6,83 +6,30 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import ArgumentError
 from .console import bytes_text, print_json, seconds_text, stderr, stdout, time_text
 from .options import INTERRUPTED_EXIT, command
+from .sparsify_options import REPORT_PAGE, Sparsify
 
 if TYPE_CHECKING:
-    from ..models.options import Progress, ProgressCallback
+    from rich.console import Console
+
+    from ..models.options import Progress, ProgressCallback, SparsifyOptions
+    from ..models.quality_budget import QualityBudget
+    from ..prune import Recipe
     from ..report import Predicted
-
-REPORT_PAGE = "report.html"
-
-
-@dataclass(frozen=True)
-class Sparsify:
-    """Options of `hopsparse sparsify`; the recipe first, then texts, then how to run."""
-
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="HF folder, .gguf file, or smollm2-135m.")
-    ]
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="Folder to make.")]
-    pattern: Annotated[
-        str, typer.Option(help="N:M, unstructured:F or block:RxC[:F]; F is the part made zero.")
-    ] = "2:4"
-    quant: Annotated[
-        str | None,
-        typer.Option(metavar="SCHEME", help="Round kept weights: int8, fp8, int4:64, fp8/int4."),
-    ] = None
-    form: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB=FORM",
-            help="Another form for layers by full name: dense, 6:8, 2:4+int8, dense+fp8; "
-            "repeatable, the first that matches counts.",
-        ),
-    ] = None
-    method: Annotated[str, typer.Option(help="magnitude, wanda or sparsegpt.")] = "sparsegpt"
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Layers to keep dense, by full name; repeatable."),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Draws the calibration windows.")] = 0
-    damping: Annotated[
-        float, typer.Option(help="SparseGPT: added to the Hessian's diagonal, as part of its mean.")
-    ] = 0.01
-    refit: Annotated[
-        int, typer.Option(help="SparseGPT: steps that refit the kept weights; 0 is the paper's.")
-    ] = 10
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to calibrate on; a bundled one if left out."),
-    ] = None
-    evaluate: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval", metavar="FILE", help="Text to evaluate on; two bundled ones if left out."
-        ),
-    ] = None
-    windows: Annotated[int, typer.Option(help="Calibration windows.")] = 24
-    window_tokens: Annotated[int, typer.Option(help="Tokens a window.")] = 512
-    eval_windows: Annotated[int, typer.Option(help="Windows of each evaluation text.")] = 8
-    samples: Annotated[bool, typer.Option(help="Generate short samples with both models.")] = True
-    device: Annotated[str, typer.Option(help="Where blocks are run and pruned.")] = "cpu"
-    report: Annotated[bool, typer.Option(help=f"Write OUT/{REPORT_PAGE}.")] = True
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that hopsparse wrote.")
-    ] = False
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")] = False
 
 
 def run(options: Sparsify) -> None:
-    """Prune a model, write a sparse checkpoint, and show quality, size and predicted speed."""
+    """Prune a model, write a sparse checkpoint, and show quality, size and predicted speed.
+
+    With --quality-budget the form of each layer is searched for, built and measured; with
+    --recover kept weights are then trained. Ctrl-C and --resume work in every phase.
+    """
     try:
         report = _prepare_and_sparsify(options)
     except KeyboardInterrupt:
@@ -101,70 +48,69 @@ def run(options: Sparsify) -> None:
 
 
 def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
-    from ..prune import Recipe
-
-    # What can be refused is refused before torch and the model are loaded.
+    # What can be refused is refused before the model is loaded.
+    options.check_together()
     if options.report:
         from ..report import check_extras
 
         check_extras()
-    recipe = Recipe(
-        pattern=options.pattern,
-        method=options.method,
-        scheme=options.quant,
-        forms=dict(_glob_and_form(text) for text in options.form or ()),
-        keep=tuple(options.keep or ()),
-        seed=options.seed,
-        damping=options.damping,
-        refit=options.refit,
-    )
+    recipe, budget, settings = options.recipe(), options.budget(), options.settings()
+    if options.recover is not None:
+        from ..recover import RecoverOptions
+
+        RecoverOptions(steps=options.recover)
     from ..models.load import check_device
 
     check_device(options.device)
-    return _sparsify(options, recipe)
+    return _sparsify(options, recipe, budget, settings)
 
 
-def _glob_and_form(text: str) -> tuple[str, str]:
-    glob, equals, form = text.rpartition("=")
-    if not (equals and glob):
-        raise ArgumentError(
-            f"--form {text!r}", need="GLOB=FORM", hint="--form '*.down_proj=6:8+int8'"
-        )
-    return glob, form
-
-
-def _sparsify(options: Sparsify, recipe: Any) -> dict[str, Any]:
-    from ..models.checkpoint import CheckpointWriter
-    from ..models.options import SparsifyOptions
+def _sparsify(
+    options: Sparsify, recipe: Recipe, budget: QualityBudget | None, settings: SparsifyOptions
+) -> dict[str, Any]:
+    from ..models.checkpoint import CheckpointWriter, StagedWriter
     from ..models.sparsify import sparsify_checkpoint
+    from ..models.staged import plan_and_sparsify, sparsify_and_recover
 
-    settings = SparsifyOptions(
-        calibration=options.calibration,
-        evaluate=options.evaluate,
-        windows=options.windows,
-        window_tokens=options.window_tokens,
-        eval_windows=options.eval_windows,
-        samples=options.samples,
-        device=options.device,
-        resume=options.resume,
-        overwrite=options.overwrite,
-    )
-    # Made and not entered, it only looks whether OUT can be written: before the model is read.
-    CheckpointWriter(options.out, overwrite=options.overwrite, resume=options.resume)
+    model, out, steps = options.model, options.out, options.recover
+    # Made and not entered, a writer only looks whether OUT can be written: before the model is
+    # read.
+    if budget is None and steps is None:
+        CheckpointWriter(out, overwrite=options.overwrite, resume=options.resume)
+    else:
+        StagedWriter(out, {}, overwrite=options.overwrite, resume=options.resume)
     with progress_shown() as progress:
-        return sparsify_checkpoint(
-            options.model, options.out, recipe, options=settings, progress=progress
-        )
+        if budget is not None:
+            return plan_and_sparsify(
+                model,
+                out,
+                recipe,
+                budget,
+                options=settings,
+                recover_steps=steps or 0,
+                progress=progress,
+            )
+        if steps is not None:
+            return sparsify_and_recover(
+                model, out, recipe, steps, options=settings, progress=progress
+            )
+        return sparsify_checkpoint(model, out, recipe, options=settings, progress=progress)
 
 
 def _print_interrupted(options: Sparsify) -> None:
     console = stderr()
+    costs = options.out.with_name(f"{options.out.name}.costs.json")
     partial = options.out.parent / (options.out.name + ".partial")
-    if not partial.exists():
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+    if partial.exists():
+        kept = f"finished blocks are in {partial}"
+    elif options.quality_budget is not None and costs.exists():
+        kept = f"what is measured is in {costs}"
+    else:
         console.print("Interrupted; nothing was written.")
         return
-    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
-    console.print(f"Interrupted. {options.out} was not written; finished blocks are in {partial}.")
+    told = f"Interrupted. {options.out} was not written; {kept}."
+    console.print(told, markup=False, soft_wrap=True)
     console.print("To continue:", markup=False)
     console.print(f"  hopsparse {shlex.join([*words, '--resume'])}", markup=False, soft_wrap=True)
 
@@ -229,6 +175,7 @@ def _print(report: dict[str, Any], predicted: Predicted, page: Path | None) -> N
                 f"{100 * row['sparse']['agreement']:.1f} %",
             )
         console.print(quality)
+    _print_phases(console, report)
     stored = report["bytes"]
     console.print(f"\nbytes   {bytes_text(stored['dense'])} -> {bytes_text(stored['sparse'])}")
     times = Table(**style)
@@ -250,6 +197,26 @@ def _print(report: dict[str, Any], predicted: Predicted, page: Path | None) -> N
     if page:
         console.print(f"\nreport  {page}", markup=False, soft_wrap=True)
     console.print(f"repeat  {report['command']}", markup=False, soft_wrap=True)
+
+
+def _print_phases(console: Console, report: dict[str, Any]) -> None:
+    """What became of the budget, and what recovery won."""
+    if budget := report.get("budget"):
+        windows, plans = budget["held_out"]["windows"], len(budget["rounds"])
+        console.print(
+            f"\nbudget  {budget['asked']:g} times the dense perplexity; {budget['reached']:.4g} on "
+            f"{windows} held-out windows, {plans} {'plan' if plans == 1 else 'plans'} tried"
+        )
+    if recover := report.get("recover"):
+        console.print()
+        seconds = seconds_text(recover["seconds"]["training"])
+        for row in recover["evaluation"]:
+            before, after = row["before"]["perplexity"], row["after"]["perplexity"]
+            console.print(
+                f"recover {row['text']}: {before:.2f} -> {after:.2f} in {recover['steps']} steps, "
+                f"{seconds}",
+                markup=False,
+            )
 
 
 SPARSIFY = command(Sparsify, run, name="sparsify")

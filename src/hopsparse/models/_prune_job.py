@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,13 @@ class Job:
         texts = Texts.read(source.tokenizer(), recipe.seed, options)
         texts.check_vocabulary(source.config.vocab_size)
         return cls(source, family, network, selection, texts, recipe, plan, options)
+
+    def with_forms(self, forms: Mapping[str, str]) -> Job:
+        """The same with other forms, on a skeleton that nothing has run on."""
+        recipe = replace(self.recipe, forms=forms)
+        network = skeleton(self.source)
+        selection = select(network, self.selection.blocks, recipe)
+        return replace(self, recipe=recipe, network=network, selection=selection)
 
     @property
     def shows_samples(self) -> bool:

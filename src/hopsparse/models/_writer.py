@@ -32,7 +32,8 @@ from ._files import write_tensors as _write_tensors
 
 # Written into an unfinished folder: only what carries it is ever cleared.
 MARK_NAME = ".hopsparse-unfinished"
-_RUN, _CONVERSION = "run", "conversion"
+IDENTITY_NAME = "stages.json"
+_RUN, _CONVERSION, _STAGES = "run", "conversion", "stages"
 
 
 class CheckpointWriter:
@@ -52,6 +53,8 @@ class CheckpointWriter:
         CheckpointError: `out` exists, is something else, or another process writes it;
             `OUT.partial` is not ours.
     """
+
+    _kind = _RUN
 
     def __init__(
         self,
@@ -88,8 +91,8 @@ class CheckpointWriter:
         try:
             # Once more: now nobody else writes here.
             self._check_partial()
-            self._clear(keep_all=self._resume and self._mark() == _RUN)
-            kind = _RUN if self._resumable else _CONVERSION
+            self._clear(keep_all=self._resume and self._mark() == self._kind)
+            kind = self._kind if self._resumable else _CONVERSION
             (self.partial / MARK_NAME).write_text(kind + "\n", encoding="utf-8")
         except BaseException:
             self._stack.close()
@@ -154,7 +157,7 @@ class CheckpointWriter:
         self.write_json(INDEX_NAME, self._index())
         self.write_json("config.json", config)
         self._check_out()
-        self._rename()
+        self._rename(self.partial)
         self._committed = True
         # The lock goes with the folder until here: no second writer gets in between.
         for name in self._superfluous:
@@ -184,7 +187,8 @@ class CheckpointWriter:
         state = self.partial / STATE_NAME
         return state.exists() or any(self.partial.glob("*.safetensors"))
 
-    def _rename(self) -> None:
+    def _rename(self, finished: Path) -> None:
+        """Give the folder `finished` the name `out`."""
         old: Path | None = None
         try:
             if self._overwrite and self.out.exists():
@@ -192,7 +196,7 @@ class CheckpointWriter:
                 old = Path(tempfile.mkdtemp(prefix=f"{self.out.name}.replaced.", dir=parent))
                 self.out.rename(old)
             # Fails where anything but an empty folder stands.
-            self.partial.rename(self.out)
+            finished.rename(self.out)
         except OSError as error:
             if old is not None and any(old.iterdir()):
                 if not self.out.exists():
@@ -200,7 +204,7 @@ class CheckpointWriter:
             elif old is not None:
                 old.rmdir()
             raise CheckpointError(
-                f"{self.partial} cannot become {self.out} ({error})",
+                f"{finished} cannot become {self.out} ({error})",
                 need="a name that nothing else has",
                 hint="move what is there away, then the same command again",
             ) from error
@@ -233,15 +237,23 @@ class CheckpointWriter:
         except NotADirectoryError:
             names = {self.partial.name}
         mark = self._mark()
-        if mark == _RUN and not (self._resume or self._overwrite) and is_held(self.partial):
+        resumable = mark in (_RUN, _STAGES)
+        if resumable and not (self._resume or self._overwrite) and is_held(self.partial):
             raise held_elsewhere(self.partial)
-        if names and mark not in (_RUN, _CONVERSION):
+        if names and not resumable and mark != _CONVERSION:
             raise CheckpointError(
                 f"{self.partial} exists and was not left by hopsparse",
                 need="that name for the unfinished folder",
                 hint="move it away, or another -o",
             )
-        if mark == _RUN and not (self._resume or self._overwrite):
+        if resumable and self._resume and mark != self._kind:
+            without = "with" if mark == _STAGES else "without"
+            raise CheckpointError(
+                f"{self.partial} holds an interrupted run {without} a quality budget or recovery",
+                need="the same command",
+                hint="--overwrite to start again",
+            )
+        if resumable and not (self._resume or self._overwrite):
             raise CheckpointError(
                 f"{self.partial} holds an interrupted run",
                 need="a decision",
@@ -273,3 +285,69 @@ class CheckpointWriter:
         if self._resumable:
             return "free some space and run the same command with --resume; finished parts are kept"
         return "free some space and run the same command again"
+
+
+class StagedWriter(CheckpointWriter):
+    """Several checkpoints on the way to one: each is a folder of `OUT.partial`, one becomes `out`.
+
+    `adopt` takes the place of `commit`.
+
+    Args:
+        out: The folder to make.
+        identity: What a resumed run must have in common with the interrupted one, as JSON values.
+        overwrite: As in `CheckpointWriter`.
+        resume: Likewise.
+
+    Raises:
+        CheckpointError: As `CheckpointWriter`; and on entering, if the interrupted run was another.
+    """
+
+    _kind = _STAGES
+
+    def __init__(
+        self,
+        out: Path | str,
+        identity: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        super().__init__(out, overwrite=overwrite, resume=resume)
+        self._identity = dict(identity)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._check_same()
+            self.write_json(IDENTITY_NAME, self._identity)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def adopt(self, stage: Path) -> None:
+        """Give the folder of a finished stage the name `out`, and remove all others.
+
+        Raises:
+            CheckpointError: Something took that name in the meantime; it is left alone.
+        """
+        self._check_out()
+        self._rename(stage)
+        self._committed = True
+        for name in self._superfluous:
+            (self.out / name).unlink(missing_ok=True)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _check_same(self) -> None:
+        path = self.partial / IDENTITY_NAME
+        before = read_json(path) if path.exists() else self._identity
+        for key, value in self._identity.items():
+            if before.get(key) != value:
+                raise CheckpointError(
+                    f"the interrupted run has {key} = {before.get(key)!r:.200}",
+                    need=f"the same command; this one has {value!r:.200}",
+                    hint="--overwrite to start again",
+                )
+
+    def _holds_finished(self) -> bool:
+        return any(self.partial.glob("*/*.safetensors"))

@@ -291,7 +291,13 @@ def meet_budget(
     built: list[Round] = []
     limit = goal / scale
     for _ in range(rounds):
-        plan, solution = _next_plan(problem, budget, limit, built)
+        try:
+            plan, solution = _next_plan(problem, budget, limit, built)
+        except UnsupportedError:
+            if not built:
+                raise
+            # No form is careful enough: what was built says more than what is predicted.
+            break
         if any(plan.layers == earlier.plan.layers for earlier in built):
             break
         # Nothing is pruned: there is nothing to build, and nothing to lose.

@@ -24,6 +24,7 @@ from ._entries import quantization_of
 from ._files import INDEX_NAME as INDEX_NAME
 from ._files import read_json
 from ._writer import CheckpointWriter as CheckpointWriter
+from ._writer import StagedWriter as StagedWriter
 
 SINGLE_NAME = "model.safetensors"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..quant import Rounding
 from ._block import restore_shard, rounding_in
 from ._resume import RunState
+from .load import load
 from .source import WeightSource, materialize_outside, skeleton
 
 if TYPE_CHECKING:
@@ -47,6 +48,28 @@ def generate_pair(
     return [
         {"prompt": prompt, "dense": before, "sparse": after}
         for prompt, before, after in zip(PROMPTS, dense, sparse, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def compare_samples(source: WeightSource, sparse: Path, device: str) -> list[dict[str, str]]:
+    """The same as `generate_pair` for a finished checkpoint, which is loaded after the dense model.
+
+    Args:
+        source: The dense model.
+        sparse: The checkpoint folder.
+        device: Where to run.
+    """
+    tokenizer = source.tokenizer()
+    model = skeleton(source)
+    materialize_outside(model, (), source, device)
+    dense = [_continue(model, tokenizer, prompt) for prompt in PROMPTS]
+    # A checkpoint in 16 bits is measured in float32, and so is its sample.
+    loaded: Any = load(sparse, device=device, dtype=torch.float32)
+    after = [_continue(loaded, tokenizer, prompt) for prompt in PROMPTS]
+    return [
+        {"prompt": prompt, "dense": before, "sparse": now}
+        for prompt, before, now in zip(PROMPTS, dense, after, strict=True)
     ]
 
 
