@@ -3,14 +3,15 @@
 Every public name is listed here. Importing creates no CUDA context and imports no model library.
 """
 
-# `recover` is the package; the function of that name is `recover.recover`.
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import formats as formats
 from . import nn as nn
 from . import ops as ops
 from . import plan as plan
 from . import prune as prune
 from . import quant as quant
-from . import recover as recover
 from .errors import ArgumentError as ArgumentError
 from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError
@@ -19,37 +20,77 @@ from .errors import HopsparseError as HopsparseError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
 from .measure import Workload as Workload
-from .models.budget import Problem as Problem
-from .models.budget import meet_budget as meet_budget
-from .models.budget import solve_within as solve_within
 from .models.convert import convert_checkpoint as convert_checkpoint
 from .models.evaluate import Comparison as Comparison
 from .models.evaluate import Quality as Quality
 from .models.evaluate import compare as compare
 from .models.evaluate import evaluate as evaluate
 from .models.load import load as load
-from .models.low_rank import load_low_rank as load_low_rank
-from .models.opened import open_model as open_model
 from .models.options import Progress as Progress
 from .models.options import SparsifyOptions as SparsifyOptions
-from .models.quality_budget import QualityBudget as QualityBudget
-from .models.recover import recover_checkpoint as recover_checkpoint
-from .models.recover_texts import RecoverTexts as RecoverTexts
 from .models.register import register as _register
 from .models.save import save as save
-from .models.sensitivity import SensitivityOptions as SensitivityOptions
-from .models.sensitivity import measure_sensitivity as measure_sensitivity
 from .models.sparse24 import export_sparse24 as export_sparse24
 from .models.sparse24 import import_sparse24 as import_sparse24
 from .models.sparsify import sparsify as sparsify
 from .models.sparsify import sparsify_checkpoint as sparsify_checkpoint
-from .models.staged import plan_and_sparsify as plan_and_sparsify
-from .models.staged import sparsify_and_recover as sparsify_and_recover
 from .models.verify import verify_checkpoint as verify_checkpoint
 from .plan import ModelPlan as ModelPlan
 from .prune import Recipe as Recipe
-from .recover import RecoverOptions as RecoverOptions
 from .version import __version__ as __version__
+
+# Planning and training are imported when they are first asked for: `import hopsparse` stays quick.
+if TYPE_CHECKING:
+    from . import recover as recover
+    from .models.budget import Problem as Problem
+    from .models.budget import meet_budget as meet_budget
+    from .models.budget import solve_within as solve_within
+    from .models.low_rank import load_low_rank as load_low_rank
+    from .models.opened import open_model as open_model
+    from .models.quality_budget import QualityBudget as QualityBudget
+    from .models.recover import recover_checkpoint as recover_checkpoint
+    from .models.recover_texts import RecoverTexts as RecoverTexts
+    from .models.sensitivity import SensitivityOptions as SensitivityOptions
+    from .models.sensitivity import measure_sensitivity as measure_sensitivity
+    from .models.staged import plan_and_sparsify as plan_and_sparsify
+    from .models.staged import sparsify_and_recover as sparsify_and_recover
+    from .recover import RecoverOptions as RecoverOptions
+
+_LATER = {
+    "models.budget": (
+        "Problem",
+        "meet_budget",
+        "solve_within",
+    ),
+    "models.low_rank": ("load_low_rank",),
+    "models.opened": ("open_model",),
+    "models.quality_budget": ("QualityBudget",),
+    "models.recover": ("recover_checkpoint",),
+    "models.recover_texts": ("RecoverTexts",),
+    "models.sensitivity": (
+        "SensitivityOptions",
+        "measure_sensitivity",
+    ),
+    "models.staged": (
+        "plan_and_sparsify",
+        "sparsify_and_recover",
+    ),
+    "recover": ("RecoverOptions",),
+}
+_HOME = {name: module for module, names in _LATER.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recover":
+        return import_module(f"{__name__}.recover")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, "recover"})
+
 
 # from_pretrained of transformers finds our checkpoints, whichever is imported first.
 _register()

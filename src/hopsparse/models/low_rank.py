@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, UnsupportedError
 from ..files import open_tensors
 from ..nn import SparseLinear
-from ..recover import LowRank
 from ._files import write_tensors
 from .rules import replace_module
+
+if TYPE_CHECKING:
+    from ..recover import LowRank
 
 #: Where products lie in a checkpoint: in a folder, so that other readers pass over them.
 LOW_RANK_FOLDER = "low_rank"
@@ -108,6 +111,8 @@ def warn_of_products(folder: Path) -> None:
 
 def _product(base: nn.Module | None, a: Tensor | None, b: Tensor | None) -> LowRank | None:
     """The product beside a layer; None if they do not belong together."""
+    from ..recover import LowRank
+
     if isinstance(base, LowRank):
         base = base.base
     if not isinstance(base, SparseLinear) or a is None or b is None or a.dim() != 2:
@@ -121,6 +126,8 @@ def _product(base: nn.Module | None, a: Tensor | None, b: Tensor | None) -> LowR
 
 def products_of(model: nn.Module) -> dict[str, Tensor]:
     """The two factors of each product of `model`, by name."""
+    from ..recover import LowRank
+
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, LowRank):

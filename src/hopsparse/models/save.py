@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..nn import SparseLinear
-from ..recover import LowRank
 from .checkpoint import SINGLE_NAME, CheckpointWriter, ModuleEntry, SparseConfig
 
 
@@ -65,6 +64,8 @@ def sparse_modules(model: nn.Module) -> dict[str, ModuleEntry]:
     Raises:
         UnsupportedError: It has low-rank products, which no shard has a place for.
     """
+    from ..recover import LowRank  # training is not loaded with every checkpoint
+
     if any(isinstance(module, LowRank) for module in model.modules()):
         raise UnsupportedError(
             "a model with low-rank products beside its sparse layers",

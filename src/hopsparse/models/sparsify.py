@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..nn import SparseLinear
-from ..prune import LayerReport, Recipe, Reference, is_chain, quiet
+from ..prune import Activations, LayerReport, Recipe, Reference, is_chain, quiet
 from ._block import Pruned, prune_path
 from ._calls import as_inputs, call, first_inputs
 from ._family import Family
@@ -68,22 +68,7 @@ def sparsify(
         selection = select(model, blocks, chosen)
         _check_weights(model, selection)
         activations = first_inputs(model, blocks[0], items) if items else None
-        family = _known_family(model, blocks)
-        if activations is not None and chosen.resolved_fit_to != "layer":
-            residual = dict(family.residual) if family is not None else {}
-            activations.reference = Reference(activations, residual)
-        clock = StepClock("prune", len(blocks), progress)
-        pruned: list[Pruned] = []
-        for path in blocks:
-            names = selection.eligible.get(path, ())
-            more = activations is not None and path != blocks[-1]
-            block = model.get_submodule(path)
-            pruned.append(
-                prune_path(
-                    block, path, names, activations, chosen, then_advance=more, family=family
-                )
-            )
-            clock.step(path or type(model).__name__)
+        pruned = _prune_all(model, selection, activations, chosen, progress)
     _replace_all(model, pruned, chosen)
     attach_to_transformers(model, asked_for(chosen), chosen.method, selection.kept_dense)
     return [report for part in pruned for report in part.reports]
@@ -119,6 +104,32 @@ def sparsify_checkpoint(
     job = Job.of(model, recipe, options)
     command = repeat_command(model, Path(out), recipe, options)
     return job.run(out, command=command, progress=progress)
+
+
+def _prune_all(
+    model: nn.Module,
+    selection: Selection,
+    activations: Activations | None,
+    recipe: Recipe,
+    progress: ProgressCallback,
+) -> list[Pruned]:
+    """Prune block by block; each is calibrated behind those before it."""
+    blocks = selection.blocks
+    family = _known_family(model, blocks)
+    if activations is not None and recipe.resolved_fit_to != "layer":
+        residual = dict(family.residual) if family is not None else {}
+        activations.reference = Reference(activations, residual)
+    clock = StepClock("prune", len(blocks), progress)
+    pruned: list[Pruned] = []
+    for path in blocks:
+        names = selection.eligible.get(path, ())
+        more = activations is not None and path != blocks[-1]
+        block = model.get_submodule(path)
+        pruned.append(
+            prune_path(block, path, names, activations, recipe, then_advance=more, family=family)
+        )
+        clock.step(path or type(model).__name__)
+    return pruned
 
 
 def _check_model(model: object) -> None:

@@ -126,7 +126,7 @@ def sparsify_and_recover(
     Example:
         >>> sparsify_and_recover("no/such", "out", Recipe(), 0)
         Traceback (most recent call last):
-        hopsparse.errors.ArgumentError: steps=0. Required: an integer of at least 1. Try: steps=1
+        hopsparse.errors.ArgumentError: steps=0. Required: an integer of at least 1. Try: steps=1.
     """
     RecoverOptions(steps=recover_steps)
     job = Job.of(model, recipe, options)
