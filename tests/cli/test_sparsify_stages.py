@@ -72,6 +72,7 @@ def interrupt(words: tuple[object, ...], line_start: str) -> str:
         (("--fit-to", "input"), {"fit_to": "input"}),
         (("--order", "activation"), {"order": "activation"}),
         (("--damping", "search"), {"damping": "search"}),
+        (("--permute",), {"permute": True}),
         (("--damping", "0.1", "--refit", "0"), {"damping": 0.1, "refit": 0}),
     ],
 )

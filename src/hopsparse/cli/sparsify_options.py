@@ -121,6 +121,10 @@ class Method:
     refit: Annotated[
         int, typer.Option(help="SparseGPT: steps that refit the kept weights; 0 is the paper's.")
     ] = 10
+    permute: Annotated[
+        bool,
+        typer.Option("--permute", help="Reorder channels inside blocks first: N:M keeps more."),
+    ] = False
     recover: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Then train kept weights towards MODEL."),
@@ -212,6 +216,7 @@ class Sparsify(Running, Method, Budget, Forms, Places):
             search=self.search,
             fit_to=self.fit_to,
             order=self.order,
+            permute=self.permute,
         )
 
     def budget(self) -> QualityBudget | None:

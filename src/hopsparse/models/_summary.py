@@ -96,6 +96,7 @@ def repeat_command(
     for flag, name in (("--search", "search"), ("--fit-to", "fit_to"), ("--order", "order")):
         value = getattr(recipe, name)
         words += [flag, value] if value != getattr(Recipe, name) else []
+    words += ["--permute"] if recipe.permute else []
     words += ["--seed", str(recipe.seed)]
     words += ["--windows", str(options.windows), "--window-tokens", str(options.window_tokens)]
     words += ["--eval-windows", str(options.eval_windows), "--device", options.device]
