@@ -131,3 +131,28 @@ def test_a_residual_network_that_works_in_place(fit_to: str, batches: int) -> No
             for m in (model, blind)
         )
     assert ours < theirs
+
+
+class Added(nn.Module):
+    """A residual convolution, added in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.conv, self.in_place = pointwise(16, 16), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return x.add_(y) if self.in_place else x + y
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_writing_over_the_input_of_a_layer_changes_nothing(batches: int) -> None:
+    results = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), *(Added(in_place) for _ in range(3))).eval()
+        pointwise_as_linear(model)
+        sparsify(model, "2:4", [images(seed) for seed in range(batches)])
+        with torch.no_grad():
+            results.append(model(images(9)))
+    assert torch.equal(*results)

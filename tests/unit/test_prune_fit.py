@@ -108,11 +108,13 @@ def test_the_damping_that_is_searched_is_the_best_on_tokens_kept_out() -> None:
     for damping in (0.001, 0.01, 0.1, "search"):
         statistics = Statistics(K, holdout=8)
         statistics.add(x)
-        assert torch.allclose(statistics.held_out(), x[::8].T @ x[::8] / 5, atol=1e-5)
+        kept_out = statistics.held_out
+        assert kept_out is not None
+        assert torch.allclose(kept_out.hessian(), x[::8].T @ x[::8] / 5, atol=1e-5)
         layer = nn.Linear(K, OUT, bias=False)
         layer.weight.data.copy_(weight())
         report = prune_layer("x", layer, statistics, Recipe("2:4", damping=damping))
-        losses[damping] = lost(weight(), layer.weight.detach(), statistics.held_out())
+        losses[damping] = lost(weight(), layer.weight.detach(), kept_out.hessian())
         chosen = report.damping
     assert losses["search"] == min(losses.values())
     assert losses[chosen] == losses["search"]
@@ -165,3 +167,23 @@ def test_a_hessian_that_is_not_finite_is_named() -> None:
     statistics = Statistics(4)
     with pytest.raises(CalibrationError, match="down"):
         statistics.add(torch.full((2, 4), torch.nan), "down")
+
+
+def test_the_damping_that_is_searched_aims_at_the_target_of_the_tokens_kept_out() -> None:
+    """Little damping fits the noise of a target that the inputs do not explain."""
+    draw = torch.Generator().manual_seed(8)
+    x = correlated(tokens=90)
+    target = x @ weight().T + 3 * torch.randn(90, OUT, generator=draw)
+    errors, chosen = {}, None
+    for damping in (0.001, 0.01, 0.1, "search"):
+        statistics = Statistics(K, holdout=8)
+        statistics.add(x)
+        statistics.add_stream("x", target, x)
+        layer = nn.Linear(K, OUT, bias=False)
+        layer.weight.data.copy_(weight())
+        chosen = prune_layer("x", layer, statistics, Recipe("2:4", damping=damping)).damping
+        gap = target[::8] - x[::8] @ layer.weight.detach().T
+        errors[damping] = float(gap.norm() / target[::8].norm())
+    assert errors["search"] == errors[chosen]
+    assert errors["search"] <= min(errors.values()) * (1 + 1e-4)
+    assert errors["search"] < errors[0.001]

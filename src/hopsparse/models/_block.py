@@ -103,7 +103,9 @@ def restore_shard(model: nn.Module, folder: Path, shard: RunState.Shard) -> dict
         if isinstance(matrix, Quantized):
             # Not in the dtype it stands for: what ran were the numbers of the grid.
             tensors[f"{module}.weight"] = matrix.to_dense(torch.float32)
-            rounding[module] = Rounding(matrix.scheme, matrix.input_scale)
+            scale = matrix.input_scale
+            device = model.get_parameter(f"{module}.weight").device
+            rounding[module] = Rounding(matrix.scheme, None if scale is None else scale.to(device))
         else:
             tensors[f"{module}.weight"] = matrix.to_dense()
     for name, value in tensors.items():

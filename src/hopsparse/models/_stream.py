@@ -146,7 +146,15 @@ class BlockStream:
                 hint="save the model in one dtype first",
             )
         store_dtype = next(iter(stored), None)
-        return prune_path(block, path, eligible, activations, self._recipe, store_dtype=store_dtype)
+        return prune_path(
+            block,
+            path,
+            eligible,
+            activations,
+            self._recipe,
+            store_dtype=store_dtype,
+            family=self._family,
+        )
 
     def _packed(
         self, block: nn.Module, path: str, pruned: Pruned, dtypes: dict[str, torch.dtype]

@@ -8,8 +8,8 @@ from .admm import admm as admm
 from .compensation import HessianFactor as HessianFactor
 from .compensation import factor_hessian as factor_hessian
 from .compensation import sparsegpt as sparsegpt
+from .fit import output_error as output_error
 from .gather import Gatherer as Gatherer
-from .layer import output_error as output_error
 from .layer import prune_layer as prune_layer
 from .mask import keep_mask as keep_mask
 from .order import is_chain as is_chain

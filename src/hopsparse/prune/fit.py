@@ -52,6 +52,38 @@ class Fitted:
             layer.bias.data.add_(self.shift)
 
 
+def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "") -> float:
+    """‖Y - X W'ᵀ‖_F / ‖Y‖_F, from sums alone; 0 where the target is zero anyway.
+
+    Y is the target that `statistics` hold for the layer, or X Wᵀ.
+
+    Args:
+        old: [out, k] before.
+        new: [out, k] after.
+        statistics: Of the inputs.
+        name: Of the layer, as `statistics` know it.
+
+    Example:
+        >>> stats = Statistics(2)
+        >>> stats.add(torch.tensor([[3.0, 4.0]]))
+        >>> round(output_error(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), stats), 4)
+        0.5714
+    """
+    compute = torch.promote_types(old.dtype, torch.float32)
+    hessian = statistics.hessian().to(compute)
+    before = old.to(compute)
+    gap = before - new.to(compute)
+    lost = float(((gap @ hessian) * gap).sum(dtype=torch.float64))
+    whole = float(((before @ hessian) * before).sum(dtype=torch.float64))
+    pull = statistics.pull(name, before)
+    if pull is not None:
+        # ‖Y - XW'‖² = ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'> + ‖X(W - W')‖² - 2 <YᵀX - WXᵀX, W - W>
+        energy = statistics.target_energy(name, before)
+        lost += energy - whole - 2 * float((pull * new.to(compute)).sum(dtype=torch.float64))
+        whole = energy
+    return float((max(lost, 0.0) / whole) ** 0.5) if whole > 0 else 0.0
+
+
 def fit(
     name: str,
     weight: Tensor,
@@ -88,8 +120,8 @@ def fit(
         if len(dampings) == 1:
             best = (0.0, fitted)
             break
-        gap = problem.weight - fitted.weight.to(compute)
-        error = float(((gap @ statistics.held_out()) * gap).sum(dtype=torch.float64))
+        assert statistics.held_out is not None, "new_statistics keeps tokens out for a search"
+        error = output_error(weight, fitted.weight, statistics.held_out, name)
         if best is None or error < best[0]:
             best = (error, fitted)
     assert best is not None

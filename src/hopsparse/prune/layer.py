@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
 from ..formats.scheme import Form
-from .fit import DAMPINGS, fit
+from .fit import DAMPINGS, fit, output_error
 from .recipe import LayerReport, Recipe
 from .statistics import Statistics
 
@@ -82,38 +82,6 @@ def prune_layer(
     used = fitted.damping
     said = (error_part, tokens, used, seconds, _note(recipe, usable, used), scheme)
     return LayerReport(name, shape, pattern, method, density, *said)
-
-
-def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "") -> float:
-    """‖Y - X W'ᵀ‖_F / ‖Y‖_F, from sums alone; 0 where the target is zero anyway.
-
-    Y is the target that `statistics` hold for the layer, or X Wᵀ.
-
-    Args:
-        old: [out, k] before.
-        new: [out, k] after.
-        statistics: Of the inputs.
-        name: Of the layer, as `statistics` know it.
-
-    Example:
-        >>> stats = Statistics(2)
-        >>> stats.add(torch.tensor([[3.0, 4.0]]))
-        >>> round(output_error(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), stats), 4)
-        0.5714
-    """
-    compute = torch.promote_types(old.dtype, torch.float32)
-    hessian = statistics.hessian().to(compute)
-    before = old.to(compute)
-    gap = before - new.to(compute)
-    lost = float(((gap @ hessian) * gap).sum(dtype=torch.float64))
-    whole = float(((before @ hessian) * before).sum(dtype=torch.float64))
-    pull = statistics.pull(name, before)
-    if pull is not None:
-        # ‖Y - XW'‖² = ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'> + ‖X(W - W')‖² - 2 <YᵀX - WXᵀX, W - W>
-        energy = statistics.target_energy(name, before)
-        lost += energy - whole - 2 * float((pull * new.to(compute)).sum(dtype=torch.float64))
-        whole = energy
-    return float((max(lost, 0.0) / whole) ** 0.5) if whole > 0 else 0.0
 
 
 def _words(form: Form) -> tuple[str, str]:

@@ -10,6 +10,7 @@ docs/quality.md has the gain of each step.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .activations import Activations, call, quiet, store
-from .hooks import StopForward, layer_input
+from .hooks import StopForward, layer_input, tensor_version
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class _Watch:
         self._block, self._names, self._residual = block, names, residual
         self._stop = stop
         self._inputs: dict[str, list[Tensor]] = {name: [] for name in names}
+        self._latest: tuple[weakref.ref[Tensor] | None, int, Tensor | None] = (None, 0, None)
         self._streams: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
         self._handles: list[Any] = []
@@ -131,9 +133,19 @@ class _Watch:
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inputs[name].append(layer_input(args, kwargs).detach())
+            self._inputs[name].append(self._copied(layer_input(args, kwargs)))
 
         return hook
+
+    def _copied(self, inputs: Tensor) -> Tensor:
+        """A copy, because blocks may write to it later; layers in a row share one."""
+        source, version, copied = self._latest
+        if copied is None or source is None or source() is not inputs:
+            copied = None
+        if copied is None or version != tensor_version(inputs):
+            copied = inputs.detach().clone()
+            self._latest = weakref.ref(inputs), tensor_version(inputs), copied
+        return copied
 
     def _after(self, name: str) -> Callable[..., None]:
         def hook(layer: nn.Linear, _: Any, output: Tensor) -> None:

@@ -21,8 +21,8 @@ class Statistics:
         features: k, the width of the inputs.
         device: Where to sum.
         stride: XᵀX takes every `stride`-th token; norms take all.
-        holdout: Every `holdout`-th token is kept out of XᵀX and the targets, and makes
-            `held_out()`; 0: none is.
+        holdout: Every `holdout`-th token is kept out of XᵀX and the targets, and goes to
+            `held_out`, statistics of their own; 0: none is.
 
     Example:
         >>> stats = Statistics(2)
@@ -42,7 +42,7 @@ class Statistics:
         self.stride = stride
         self.holdout = holdout
         self._inputs = Moments(features, device)
-        self._held_out = Moments(features if holdout else 0, device)
+        self.held_out = Statistics(features, device) if holdout else None
         self._squares = torch.zeros(features, device=device)
         self._cross: Target | None = None
         self._dense: Moments | None = None
@@ -66,8 +66,9 @@ class Statistics:
         first = self.tokens
         taken = self._taken(rows, first)
         self._inputs.add(taken)
-        if self.holdout:
-            self._held_out.add(rows[-first % self.holdout :: self.holdout])
+        if self.held_out is not None:
+            other = None if dense is None else self._kept_out(self._rows(dense), first)
+            self.held_out.add(self._kept_out(rows, first), name, other)
         if self.stride > 1 or self.holdout:
             for part in torch.split(rows, ROWS):
                 self._squares += part.square().sum(0)
@@ -103,6 +104,9 @@ class Statistics:
         if name not in self._streams:
             self._streams[name] = Target(wanted.shape[1], rows.shape[1], rows.device)
         self._streams[name].add(self._taken(wanted, first), self._taken(rows, first))
+        if self.held_out is not None:
+            parts = (self._kept_out(wanted, first), self._kept_out(rows, first))
+            self.held_out.add_stream(name, *parts)
 
     def input_norm(self) -> Tensor:
         """[k] float32, the 2-norm of each feature over all tokens."""
@@ -121,10 +125,6 @@ class Statistics:
             # Rounding may leave a feature that never changes with less than nothing.
             whole.diagonal().clamp_(min=0)
         return whole
-
-    def held_out(self) -> Tensor:
-        """[k, k] float32, XᵀX of the tokens kept out, divided by their number."""
-        return self._held_out.mean_gram()
 
     def factor(
         self, damping: float, dtype: torch.dtype = torch.float32, *, centered: bool = False
@@ -173,13 +173,16 @@ class Statistics:
     def copy(self) -> Statistics:
         """An independent copy."""
         twin = copy.copy(self)
-        for name in ("_inputs", "_held_out", "_squares", "_cross", "_dense", "_streams"):
+        for name in ("_inputs", "held_out", "_squares", "_cross", "_dense", "_streams"):
             setattr(twin, name, copy.deepcopy(getattr(self, name)))
         twin._factors = {}
         return twin
 
     def _rows(self, inputs: Tensor) -> Tensor:
         return inputs.detach().reshape(-1, inputs.shape[-1]).to(self._squares.dtype)
+
+    def _kept_out(self, rows: Tensor, first: int) -> Tensor:
+        return rows[-first % self.holdout :: self.holdout]
 
     def _taken(self, rows: Tensor, first: int) -> Tensor:
         """The rows that XᵀX takes; tokens are numbered across calls, however those are cut."""
