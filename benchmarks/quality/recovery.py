@@ -54,7 +54,7 @@ def main() -> None:
     corpus = Corpus(drawn[HELD_OUT:], drawn[:HELD_OUT])
     blocks = tuple(f"model.layers.{i}" for i in range(len(model.model.layers)))
     began = time.perf_counter()
-    with open_machine(options, given.device) as machine:
+    with open_machine(options, "auto" if given.device == "cuda" else given.device) as machine:
         layout = Layout(blocks, "lm_head")
         done = recover(student, model, Task(layout, corpus, options, machine, tell=_tell))
     seconds = time.perf_counter() - began

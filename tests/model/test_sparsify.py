@@ -148,10 +148,18 @@ def test_qwen_with_its_own_head(options: SparsifyOptions, tmp_path: Path) -> Non
         assert torch.equal(before[name], after[name])
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("2:4"),
+        Recipe("2:4", permute=True, search="admm"),
+        Recipe("2:4", scheme="int8", damping="search"),
+    ],
+    ids=["plain", "permuted", "smoothed"],
+)
 def test_interrupted_and_resumed_is_bit_identical(
-    dense: Path, options: SparsifyOptions, tmp_path: Path
+    dense: Path, options: SparsifyOptions, tmp_path: Path, recipe: Recipe
 ) -> None:
-    recipe = Recipe("2:4")
     sparsify_checkpoint(str(dense), tmp_path / "whole", recipe, options=options)
 
     def interrupt(progress: Progress) -> None:

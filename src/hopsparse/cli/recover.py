@@ -31,7 +31,7 @@ class Recover:
     steps: Annotated[
         int, typer.Option(help="Optimizer steps; with --level layer-wise, for each block.")
     ] = 200
-    lr: Annotated[float, typer.Option(help="Largest learning rate; it ends at zero.")] = 1e-4
+    lr: Annotated[float, typer.Option(help="Largest learning rate; it ends at zero.")] = 4e-4
     warmup: Annotated[float, typer.Option(help="Part of the steps in which it rises.")] = 0.05
     weight_decay: Annotated[float, typer.Option(help="Decay of weight matrices.")] = 0.0
     batch_windows: Annotated[

@@ -19,6 +19,7 @@ from ._files import read_tensors
 from ._resume import RunState
 from .checkpoint import ModuleEntry
 from .permute import permute_block
+from .smooth import smooth_block
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,8 @@ def prune_path(
         # Several windows: each group is one more forward, so layers that share an input share it.
         hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
         groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
-    if recipe.permute and family is not None and activations is not None:
-        permute_block(block, path, activations, recipe, family)
-    if activations is not None and activations.reference is not None:
-        activations.reference.enter(block)
+    if activations is not None:
+        prepare(block, path, activations, recipe, family)
     layers = {prefix + name: block.get_submodule(name) for name in names}
     rounding = _input_rounding(block, layers, activations, recipe)
     scales: dict[str, Tensor] = {}
@@ -86,6 +85,21 @@ def prune_path(
             scales_out=scales,
         )
     return Pruned(reports, scales, rounding)
+
+
+def prepare(
+    block: nn.Module, path: str, activations: Activations, recipe: Recipe, family: Family | None
+) -> None:
+    """Bring the dense block at `path` into the order and scale in which it will be pruned.
+
+    What it computes stays the same. The reference, if there is one, enters it.
+    """
+    if family is not None and recipe.permute:
+        permute_block(block, path, activations, recipe, family)
+    if family is not None and recipe.smooth:
+        smooth_block(block, path, activations, recipe, family)
+    if activations.reference is not None:
+        activations.reference.enter(block)
 
 
 def restore_shard(model: nn.Module, folder: Path, shard: RunState.Shard) -> dict[str, Rounding]:

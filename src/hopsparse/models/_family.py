@@ -33,6 +33,8 @@ class Family:
         residual: Layer of a block -> module of the block whose input is the residual stream that
             the layer's output is added to.
         channels: Inner channels that may be permuted.
+        scales: Module that makes an input -> the layers that take it, and nobody else does: a
+            factor may move from one to the other.
         gguf_architectures: `general.architecture` values of GGUF files.
         gguf_interleaves_rotary: Whether GGUF stores q and k rows in interleaved rotary order,
             where HF has two halves.
@@ -50,6 +52,11 @@ class Family:
     channels: tuple[Channels, ...] = (
         Channels(("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"),
         Channels(("self_attn.v_proj",), "self_attn.o_proj", heads="self_attn"),
+    )
+    scales: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+        ("mlp.up_proj", ("mlp.down_proj",)),
     )
     gguf_architectures: tuple[str, ...] = ()
     gguf_interleaves_rotary: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
 from ..prune import Activations, Recipe, Reference, advance, capture_inputs
-from ._block import Pruned, prune_path, restore_shard, rounding_in
+from ._block import Pruned, prepare, prune_path, restore_shard, rounding_in
 from ._family import Family
 from ._resume import RunState
 from .checkpoint import CheckpointWriter, ModuleEntry
@@ -96,7 +96,8 @@ class BlockStream:
                 advance(block, dense)
             if state.is_done(index):
                 if calibrating.reference is not None:
-                    calibrating.reference.enter(block)
+                    # As before the interruption, so that the dense model's sums are the same too.
+                    prepare(block, path, calibrating, self._recipe, self._family)
                     calibrating.reference.advance()
                 rounding = restore_shard(self._model, writer.partial, state.shard(index))
                 with rounding_in(self._model, rounding):

@@ -9,8 +9,6 @@ and k to their places, and the residual stream is shared by all blocks: both sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import NMPattern
-from ..prune import Activations, Recipe, kept_importance, quiet, spread_columns
-from ..prune.activations import call
-from ..prune.hooks import StopForward, layer_input
+from ..prune import Activations, Recipe, kept_importance, spread_columns
 from ._family import Channels, Family
+from ._watch import watch_inputs
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,13 @@ def permute_block(
         layers = [block.get_submodule(name) for name in (*channels.makers, channels.taker)]
         if isinstance(pattern, NMPattern) and all(isinstance(layer, nn.Linear) for layer in layers):
             wanted[channels.taker] = (channels, pattern)
-    squares = _input_squares(block, list(wanted), activations)
+    squares: dict[str, Tensor] = {}
+
+    def look(name: str, rows: Tensor) -> None:
+        sums = rows.float().square().sum(0)
+        squares[name] = squares[name] + sums if name in squares else sums
+
+    watch_inputs(block, list(wanted), activations, look)
     done = []
     for taker, (channels, pattern) in wanted.items():
         if taker not in squares:
@@ -98,37 +101,3 @@ def _permute(
             maker.bias.copy_(maker.bias[rows])
     taker.weight.copy_(taker.weight[:, columns])
     return before, kept_importance(importance[:, columns], pattern)
-
-
-def _input_squares(
-    block: nn.Module, names: list[str], activations: Activations
-) -> Mapping[str, Tensor]:
-    """[k] summed squares of the inputs of each layer, over all windows."""
-    found: dict[str, Tensor] = {}
-    called: set[str] = set()
-
-    def before(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = layer_input(args, kwargs)
-            sums = inputs.reshape(-1, inputs.shape[-1]).float().square().sum(0)
-            found[name] = found[name] + sums if name in found else sums
-            called.add(name)
-            if len(called) == len(names):
-                raise StopForward
-
-        return hook
-
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(before(name), with_kwargs=True)
-        for name in names
-    ]
-    try:
-        with quiet(block):
-            for index in range(len(activations) if names else 0):
-                called.clear()
-                with suppress(StopForward):
-                    call(block, activations, index)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

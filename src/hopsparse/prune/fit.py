@@ -77,7 +77,7 @@ def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "
     whole = float(((before @ hessian) * before).sum(dtype=torch.float64))
     pull = statistics.pull(name, before)
     if pull is not None:
-        # ‖Y - XW'‖² = ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'> + ‖X(W - W')‖² - 2 <YᵀX - WXᵀX, W - W>
+        # ‖Y - XW'‖² = ‖X(W - W')‖² + ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'>
         energy = statistics.target_energy(name, before)
         lost += energy - whole - 2 * float((pull * new.to(compute)).sum(dtype=torch.float64))
         whole = energy

@@ -47,6 +47,8 @@ class Recipe:
         bias: SparseGPT only: let the bias of a layer that has one take up the mean of its error.
         permute: Reorder the channels inside a block first, so that N:M keeps more; for families
             that say which channels have no order of their own.
+        smooth: Where inputs will be rounded to integers, first move the range of strong channels
+            into the weights, by powers of two; for families that say where that is possible.
         scheme: Rounds the kept weights to fewer bits, as a value or as text such as `"int8"`.
         forms: Glob over full layer names -> form, as a value or as text such as `"6:8+int8"` or
             `"dense"`; the first that matches replaces `pattern` and `scheme`.
@@ -74,6 +76,7 @@ class Recipe:
     order: str = "natural"
     bias: bool = True
     permute: bool = False
+    smooth: bool = True
     forms: Mapping[str, Form | str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

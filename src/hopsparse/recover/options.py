@@ -66,7 +66,7 @@ class RecoverOptions:
     """
 
     steps: int = 200
-    lr: float = 1e-4
+    lr: float = 4e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
