@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -110,7 +111,18 @@ def test_a_teacher_that_is_sure_leaves_no_nan() -> None:
     assert bool(hidden.grad.isfinite().all())  # type: ignore[union-attr]
 
 
-def test_training_with_a_whole_cache_is_training_without() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_training_with_a_whole_cache_is_training_without(one_thread: None) -> None:
+    """On one thread: several divide rows between them, and a cache is made of other numbers of
+    rows than a step has.
+    """
     found = []
     for cached in (False, True):
         teacher, student = teacher_and_student()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ArgumentError, CheckpointError, FormatError
-from ..files import open_tensors, unreadable, written_whole
+from ..files import open_tensors, unbroken, unreadable, written_whole
 from ._base import SparseMatrix
 from .facts import MatrixFacts, describe_matrix, restore_matrix
 
@@ -155,7 +155,8 @@ class _Reader:
 
     def _tensor(self, key: str) -> Tensor:
         try:
-            tensor: Tensor = self._file.get_tensor(key)
+            with unbroken():
+                tensor: Tensor = self._file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise unreadable(self.path, error) from error
         return tensor

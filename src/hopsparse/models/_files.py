@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import unreadable, written_whole
+from ..files import unbroken, unreadable, written_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 LOCK_NAME = ".lock"
@@ -52,7 +52,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: The file is missing or damaged.
     """
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        with unbroken():
+            tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
         raise unreadable(path, error) from error
     return tensors

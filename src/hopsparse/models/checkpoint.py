@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import open_tensors, unreadable
+from ..files import open_tensors, unbroken, unreadable
 from ..formats import FORMAT_VERSION as FORMAT_VERSION
 from ..formats import SparseMatrix
 from ._entries import QUANT_METHOD as QUANT_METHOD
@@ -93,7 +93,8 @@ class CheckpointReader:
             )
         shard = self._shard_of[name]
         try:
-            tensor: Tensor = self._shard(shard).get_tensor(name)
+            with unbroken():
+                tensor: Tensor = self._shard(shard).get_tensor(name)
         except SafetensorError as error:
             raise unreadable(self.folder / shard, error) from error
         return tensor

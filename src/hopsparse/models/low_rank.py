@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, UnsupportedError
-from ..files import open_tensors
+from ..files import open_tensors, unbroken
 from ..nn import SparseLinear
 from ._files import write_tensors
 from .rules import replace_module
@@ -50,7 +50,7 @@ def load_low_rank(model: nn.Module, folder: Path | str) -> list[str]:
         hopsparse.errors.CheckpointError: no/such/low_rank/products.safetensors cannot be read: ...
     """
     path = Path(folder) / LOW_RANK_FOLDER / _FILE
-    with open_tensors(path) as file:
+    with open_tensors(path) as file, unbroken():
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     names = sorted({name.rpartition(".")[0] for name in tensors})
     layers = dict(model.named_modules())

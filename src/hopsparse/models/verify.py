@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, HopsparseError, VerificationError
-from ..files import open_tensors
+from ..files import open_tensors, unbroken
 from ..formats import Quantized, SparseMatrix, read_facts, read_matrices
 from ._files import sha256
 from .checkpoint import CheckpointReader
@@ -109,7 +109,9 @@ def _file_checks(path: Path) -> Iterator[Check]:
 def _tensor_file_checks(path: Path) -> Iterator[Check]:
     with open_tensors(path) as file:
         for name in sorted(file.keys()):
-            fault = _not_finite(file.get_tensor(name))
+            with unbroken():
+                tensor = file.get_tensor(name)
+            fault = _not_finite(tensor)
             yield Check(name, not fault, fault or "finite")
 
 
