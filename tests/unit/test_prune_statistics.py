@@ -44,6 +44,27 @@ def test_a_stride_samples_the_same_tokens_whichever_way_calls_are_cut() -> None:
     assert ((statistics.input_norm() - squares).abs() <= 50 * eps * squares).all()
 
 
+def test_tokens_kept_out_have_sums_of_their_own_whichever_way_calls_are_cut() -> None:
+    rows, dense, target = integers(45, 6), integers(45, 6), integers(45, 3)
+    statistics = Statistics(6, holdout=8)
+    parts = (part.split([5, 20, 20]) for part in (rows, dense, target))
+    for x, x_dense, y in zip(*parts, strict=True):
+        statistics.add(x, "layer", x_dense)
+        statistics.add_stream("layer", y, x)
+    out = torch.arange(45) % 8 == 0
+    held_out = statistics.held_out
+    assert held_out is not None
+    for sums, which in ((statistics, ~out), (held_out, out)):
+        x, y = rows[which], target[which]
+        assert torch.equal(sums.hessian(), x.T @ x / len(x))
+        pull = sums.pull("layer", torch.zeros(3, 6))
+        assert torch.equal(pull, y.T @ x / len(x))
+        assert sums.target_energy("layer", torch.zeros(3, 6)) == float(y.square().sum()) / len(x)
+        other = sums.pull("other", torch.eye(6))
+        assert torch.equal(other, dense[which].T @ x / len(x) - x.T @ x / len(x))
+    assert (statistics.tokens, held_out.tokens) == (45, 6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("stride", [1, 16])
 def test_activations_that_are_not_finite_name_layer_and_feature(bad: float, stride: int) -> None:
