@@ -112,20 +112,14 @@ def fit(
         return _fit_simply(weight, form, statistics, recipe)
     compute = torch.promote_types(weight.dtype, torch.float32)
     exact, centered = weight.to(compute), biased and recipe.bias
-    best: tuple[float, Fitted] | None = None
     dampings = DAMPINGS if recipe.damping == "search" else (float(recipe.damping),)
-    for damping in dampings:
-        problem = _Problem.of(name, exact, statistics, damping, centered=centered)
-        fitted = _fit_to(problem, form, recipe, weight.dtype)
-        if len(dampings) == 1:
-            best = (0.0, fitted)
-            break
-        assert statistics.held_out is not None, "new_statistics keeps tokens out for a search"
-        error = output_error(weight, fitted.weight, statistics.held_out, name)
-        if best is None or error < best[0]:
-            best = (error, fitted)
-    assert best is not None
-    fitted = best[1]
+    problems = (_Problem.of(name, exact, statistics, d, centered=centered) for d in dampings)
+    found = [_fit_to(problem, form, recipe, weight.dtype) for problem in problems]
+    fitted = found[0]
+    if len(found) > 1:
+        kept_out = statistics.held_out
+        assert kept_out is not None, "new_statistics keeps tokens out for a search"
+        fitted = min(found, key=lambda f: output_error(weight, f.weight, kept_out, name))
     if not centered:
         return fitted
     made = fitted.weight.to(compute) @ statistics.mean()
