@@ -14,7 +14,7 @@ from hopsparse.formats import parse_scheme
 from hopsparse.models.rules import family_of
 from hopsparse.models.smooth import powers_of_two, smooth_block
 from hopsparse.prune import capture_inputs
-from hopsparse.quant import round_inputs
+from hopsparse.quant import round_inputs, round_weight
 
 SIZES = {
     "vocab_size": 64,
@@ -46,22 +46,28 @@ def windows() -> list[torch.Tensor]:
 
 
 def lost_by_rounding(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, float]:
-    """How far outputs of layers of the first block move when their inputs are rounded to int8."""
+    """What int8 costs the layers of the first block, summed over those that share an input.
+
+    The squared distance of outputs, relative in every channel, whose scale smoothing changes.
+    """
     block, lost = model.model.layers[0], {}
 
     def look(name: str, layer: torch.nn.Linear, args: tuple[torch.Tensor]) -> None:
-        x = args[0].float()
-        moved = (round_inputs(x, parse_scheme("int8")) - x) @ layer.weight.float().T
-        lost[name] = float(moved.norm())
+        x, weight, scheme = args[0].float(), layer.weight.float(), parse_scheme("int8")
+        exact = x @ weight.T
+        moved = round_inputs(x, scheme) @ round_weight(weight, scheme).T - exact
+        lost[name] = float((moved.norm(dim=(0, 1)) / exact.norm(dim=(0, 1))).square().sum())
 
-    names = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+    takers = family_of("llama").scales
     handles = [
-        block.get_submodule(name).register_forward_pre_hook(partial(look, name)) for name in names
+        block.get_submodule(name).register_forward_pre_hook(partial(look, name))
+        for _, names in takers
+        for name in names
     ]
     model(ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return lost
+    return {maker: sum(lost[name] for name in names) for maker, names in takers}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,7 +87,7 @@ def test_nothing_changes_but_the_range_of_the_inputs(kind: str, dtype: torch.dty
     ]
     assert torch.equal(model(ids[0], use_cache=False).logits, expected)
     after = lost_by_rounding(model, ids[0])
-    assert all(after[name] < 0.6 * before[name] for name in before), (before, after)
+    assert all(after[name] < 0.7 * before[name] for name in before), (before, after)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4:64", "int8/none", None])
@@ -100,7 +106,7 @@ def test_factors_are_powers_of_two_and_dead_channels_keep_theirs() -> None:
     with torch.no_grad():
         layer.weight.fill_(0.5)
         layer.weight[:, 4] = 0
-    factors = powers_of_two(torch.tensor([64.0, 1.0, 4.0, 0.0, 9.0, 1e-30]), [layer])
+    factors = powers_of_two(torch.tensor([64.0, 1.0, 4.0, 0.0, 9.0, 1e-30]), [layer], 0.5)
     assert torch.equal(factors, factors.log2().round().exp2())
     assert factors[0] > factors[2] > factors[1]
     assert factors[3] == factors[4] == 1

@@ -3,23 +3,30 @@
 A channel that is large in every token makes the step of its token's grid coarse for all others. It
 is divided by a number where it is made, and the weights that take it are multiplied by the same
 (SmoothQuant, Xiao et al., arXiv:2211.10438). The numbers here are powers of two, so the model
-computes the same to the last bit, in any floating dtype, before anything is rounded.
+computes the same to the last bit, in any floating dtype, before anything is rounded. How much of
+the range moves is chosen for each input: what rounds it and its weights to the least error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from ..formats import Scheme
 from ..prune import Activations, Recipe
+from ..quant import InputPeak, round_inputs, round_weight
 from ._family import Family
 from ._watch import watch_inputs
 
-# How much of the range moves into the weights; 0.5 is the paper's. E4M3 keeps its relative
-# precision over 18 binades, so only grids of equal steps gain.
-STRENGTH = 0.5
+# How much of the range moves into the weights; the paper takes 0.5 for most models.
+STRENGTHS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
+# Tokens on which strengths are compared: an error that is a mean over all entries needs few.
+TOKENS = 256
+# E4M3 keeps its relative precision over 18 binades, so only grids of equal steps gain.
 _EQUAL_STEPS = ("int8", "int4")
 
 
@@ -39,37 +46,104 @@ def smooth_block(
     Returns:
         Full names of the layers whose inputs are smoother now.
     """
-    wanted = {}
+    wanted: dict[str, tuple[str, list[Scheme | None]]] = {}
     for maker, takers in family.scales:
         schemes = [recipe.form_of(f"{path}.{taker}").scheme for taker in takers]
         if any(scheme and scheme.activations in _EQUAL_STEPS for scheme in schemes):
-            wanted[maker] = takers
-    peaks: dict[str, Tensor] = {}
-
-    def look(name: str, rows: Tensor) -> None:
-        peak = rows.float().abs().amax(0)
-        peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
-
-    # The takers of one maker share their input.
-    watch_inputs(block, [takers[0] for takers in wanted.values()], activations, look)
+            # The takers of one maker share their input.
+            wanted[takers[0]] = maker, schemes
+    seen = {name: Inputs(-(-TOKENS // len(activations))) for name in wanted}
+    watch_inputs(block, list(wanted), activations, lambda name, rows: seen[name].add(rows))
+    by_maker = dict(family.scales)
     done = []
-    for maker, takers in wanted.items():
-        if takers[0] in peaks:
+    for name, (maker, schemes) in wanted.items():
+        if seen[name].rows:
+            takers = by_maker[maker]
             layers = [cast(nn.Linear, block.get_submodule(taker)) for taker in takers]
-            _divide(block.get_submodule(maker), layers, powers_of_two(peaks[takers[0]], layers))
-            done += [f"{path}.{taker}" for taker in takers]
+            factors = best_factors(seen[name], layers, schemes)
+            if bool((factors != 1).any()):
+                _divide(block.get_submodule(maker), layers, factors)
+                done += [f"{path}.{taker}" for taker in takers]
     return done
 
 
-def powers_of_two(peaks: Tensor, takers: list[nn.Linear]) -> Tensor:
+@dataclass
+class Inputs:
+    """What a layer gets: the largest magnitude of each channel, and some of the tokens.
+
+    Attributes:
+        each: Rows that are kept of every call, evenly spread.
+        rows: [n, k] float32 each.
+        peaks: [k], over all tokens; None before the first.
+    """
+
+    each: int
+    rows: list[Tensor] = field(default_factory=list)
+    peaks: Tensor | None = None
+
+    def add(self, rows: Tensor) -> None:
+        """Look at more tokens, [n, k]."""
+        if not len(rows):
+            return
+        peaks = rows.abs().amax(0).float()
+        self.peaks = peaks if self.peaks is None else torch.maximum(self.peaks, peaks)
+        self.rows.append(rows[:: -(-len(rows) // self.each)].float())
+
+
+def best_factors(
+    inputs: Inputs, takers: Sequence[nn.Linear], schemes: Sequence[Scheme | None]
+) -> Tensor:
+    """[k] float32, powers of two: what to divide each channel by so that least is lost.
+
+    Args:
+        inputs: Of all takers.
+        takers: The layers.
+        schemes: How each is rounded; None: it is not.
+
+    Returns:
+        Factors; all 1 if no strength loses less.
+    """
+    assert inputs.peaks is not None
+    x = torch.cat(inputs.rows)
+    candidates = [powers_of_two(inputs.peaks, takers, strength) for strength in STRENGTHS]
+    candidates.insert(0, torch.ones_like(inputs.peaks))
+    lost = [
+        sum(
+            _lost(x, layer.weight.float(), scheme, factors, inputs.peaks)
+            for layer, scheme in zip(takers, schemes, strict=True)
+            if scheme is not None
+        )
+        for factors in candidates
+    ]
+    return candidates[lost.index(min(lost))]
+
+
+def _lost(x: Tensor, weight: Tensor, scheme: Scheme, factors: Tensor, peaks: Tensor) -> float:
+    """Squared error of the output relative to its size, summed over tokens.
+
+    Relative in every token: a few tokens are a hundred times as large as all others, and would
+    choose alone.
+    """
+    scale = None
+    if scheme.static:
+        peak = InputPeak()
+        peak.add(peaks / factors)
+        scale = peak.scale(scheme)
+    exact = x @ weight.t()
+    rounded = round_inputs(x / factors, scheme, scale) @ round_weight(weight * factors, scheme).t()
+    error, size = (rounded - exact).square().sum(-1), exact.square().sum(-1)
+    return float((error / size.clamp_min(torch.finfo(torch.float32).tiny)).sum())
+
+
+def powers_of_two(peaks: Tensor, takers: Sequence[nn.Linear], strength: float) -> Tensor:
     """[k] float32: what to divide each channel by, given its largest magnitude.
 
-    `peak ** STRENGTH / weight ** (1 - STRENGTH)`, with the mean exponent taken out, rounded to a
+    `peak ** strength / weight ** (1 - strength)`, with the mean exponent taken out, rounded to a
     power of two.
     """
     weights = torch.stack([taker.weight.float().abs().amax(0) for taker in takers]).amax(0)
     live = (peaks > 0) & (weights > 0)
-    exponents = STRENGTH * peaks.log2() - (1 - STRENGTH) * weights.log2()
+    exponents = strength * peaks.log2() - (1 - strength) * weights.log2()
     exponents = torch.where(live, exponents, torch.zeros_like(exponents))
     exponents -= exponents.sum() / live.sum().clamp_min(1)
     return torch.where(live, exponents.round().clamp_(-16, 16), torch.zeros_like(exponents)).exp2()
