@@ -7,7 +7,7 @@ import platform
 import resource
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from .options import SparsifyOptions
 from .rules import Selection
 
 SCHEMA = 1
-# Of a recovery: what the rest of the report says already.
-_NOT_REPEATED = ("version", "student", "teacher", "layers", "peak_memory_bytes")
 
 
 def summarize(
@@ -82,26 +80,6 @@ def quality_rows(quality: dict[str, tuple[Quality, Quality]]) -> list[dict[str, 
         }
         for text, (dense, sparse) in quality.items()
     ]
-
-
-def with_recovery(report: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The report of a pruned model as that of the model recovered from it.
-
-    Args:
-        report: Of the pruned model.
-        found: What `recover_checkpoint` returned.
-    """
-    products = found["low_rank"]["bytes"] if found["low_rank"] else 0
-    stored = report["bytes"]
-    return {
-        **report,
-        "bytes": stored | {"sparse": stored["sparse"] + products},
-        "evaluation": [
-            {key: row[key] for key in ("text", "windows", "dense")} | {"sparse": row["after"]}
-            for row in found["evaluation"]
-        ],
-        "recover": {key: value for key, value in found.items() if key not in _NOT_REPEATED},
-    }
 
 
 def repeat_command(

@@ -37,6 +37,8 @@ from ._entries import ModuleEntry, SparseConfig
 from ._files import sha256
 from ._judge import Judge, before_and_after
 from ._layers import require_sparse
+from ._prune_job import REPORT_NAME
+from ._recovery_report import continued, recover_command, report_of
 from ._summary import peak_memory_bytes
 from .checkpoint import CheckpointReader, CheckpointWriter
 from .load import load
@@ -76,7 +78,7 @@ def recover_checkpoint(
         make_optimizer: Makes the optimizer from parameter groups; AdamW when None.
 
     Returns:
-        The report that is also written as OUT/recover.json.
+        The report that is also OUT/recover.json, and in OUT/report.json if SPARSE has one.
 
     Raises:
         ArgumentError: No teacher, or options that do not fit the models.
@@ -107,7 +109,8 @@ def recover_checkpoint(
                 if writer is not None:
                     report["seconds"]["total"] = round(time.monotonic() - started, 1)
                     report["peak_memory_bytes"] = peak_memory_bytes()
-                    job.write(writer, report)
+                    again = recover_command(Path(sparse), Path(out), teacher, options, texts)
+                    job.write(writer, report, again)
             machine.wait()
     return report
 
@@ -130,6 +133,7 @@ class _Job:
         self.texts = texts
         self.corpus, self.evaluation, self.text_name = cut
         self.student: nn.Module = nn.Identity()
+        self.earlier = report_of(reader.folder)
 
     @classmethod
     def of(
@@ -201,8 +205,8 @@ class _Job:
         progress(Progress("write", 0, 1, "writing the checkpoint", None))
         return self._report(done, before_and_after(before, after), seconds)
 
-    def write(self, writer: CheckpointWriter, report: dict[str, Any]) -> None:
-        """Write the checkpoint."""
+    def write(self, writer: CheckpointWriter, report: dict[str, Any], command: str) -> None:
+        """Write the checkpoint, with its reports; `command` makes the same."""
         layers = {
             name: module.matrix
             for name, module in _sparse_layers(self.student).items()
@@ -216,6 +220,8 @@ class _Job:
         dtype = next(iter(self.sparse.modules.values())).torch_dtype
         write_low_rank(writer.partial, self.student, dtype)
         writer.write_json(RECOVER_REPORT, report)
+        if self.earlier is not None:
+            writer.write_json(REPORT_NAME, continued(self.earlier, report, command))
         modules = {name: ModuleEntry.of(stored[name]) for name in self.sparse.modules}
         config = {k: v for k, v in self.reader.config.items() if k != "quantization_config"}
         config["quantization_config"] = replace(self.sparse, modules=modules).to_json()

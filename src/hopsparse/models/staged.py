@@ -18,7 +18,8 @@ from ..prune import Recipe
 from ..recover import RecoverOptions, open_machine
 from ._files import read_json, write_json
 from ._prune_job import REPORT_NAME, Job
-from ._summary import peak_memory_bytes, repeat_command, with_recovery
+from ._recovery_report import with_recovery
+from ._summary import peak_memory_bytes, repeat_command
 from .checkpoint import StagedWriter
 from .options import Progress, ProgressCallback, SparsifyOptions
 from .quality_budget import QualityBudget, Search
