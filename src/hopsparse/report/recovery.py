@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..units import bytes_text, duration_text, time_text
 from .figures import INK, PALETTE, STYLE, WIDE, figure_svg
@@ -150,7 +150,7 @@ def curve_svg(stages: Sequence[Stage], width: float) -> str:
         known = [loss for stage in stages for _, loss in stage.looks if math.isfinite(loss)]
         if known and 0 < _LOG_FROM * min(known) < max(known):
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(MaxNLocator(5))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_locator(NullLocator())
         else:
