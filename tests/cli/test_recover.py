@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +49,40 @@ def test_recover_json_is_the_report(
     assert found["options"]["hidden"] == 0.5
     assert found["low_rank"]["bytes"] > 0
     assert {row["text"] for row in found["evaluation"]} == {"eval.txt"}
+
+
+def test_the_page_is_about_the_recovered_model(
+    run: Run, run_json: Callable[..., Any], command: tuple[object, ...], tmp_path: Path
+) -> None:
+    out, page = tmp_path / "out", tmp_path / "out" / "report.html"
+    options = ("--steps", "4", "--evaluate-every", "2", "--lr", "1e-3", "--cache-teacher")
+    found = run_json(*command, *options)
+    assert found["report"] == str(page)
+    assert "<h2>Recovery</h2>" in page.read_text()
+    report = json.loads((out / "report.json").read_text())
+    assert report["evaluation"][0]["sparse"] == found["evaluation"][0]["after"]
+    # The second command repeats the recovery; --report is all that it does not say.
+    pruning, again = report["command"].splitlines()
+    assert pruning.startswith("hopsparse sparsify ")
+    shards = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    repeated = run(*shlex.split(again)[1:], "--overwrite", "--no-report")
+    assert repeated.exit_code == 0, repeated.output
+    assert not page.exists()
+    assert shards == {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    assert json.loads((out / "report.json").read_text())["command"] == report["command"]
+
+
+def test_a_checkpoint_without_a_report_gets_no_page(
+    run: Run, command: tuple[object, ...], sparse_model: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(sparse_model, tmp_path / "other"))
+    (other / "report.json").unlink()
+    (other / "report.html").unlink()
+    words = tuple(other if word == sparse_model else word for word in command)
+    result = run(*words, "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert "report.html" not in result.stdout
+    assert list((tmp_path / "out").glob("report.*")) == []
 
 
 def test_interrupt_tells_how_to_resume_and_resuming_gives_the_same_bytes(

@@ -45,3 +45,27 @@ def write_text(path: Path, repeats: int = 40) -> Path:
     """Write a text of a few thousand bytes."""
     path.write_text(TEXT * repeats, encoding="utf-8")
     return path
+
+
+def write_taught_llama(folder: Path) -> Path:
+    """A tiny Llama that knows text.txt beside it, so that pruning costs it something.
+
+    eval.txt lies there too.
+    """
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    text = write_text(folder / "text.txt")
+    (folder / "eval.txt").write_text("Another text, that nobody has trained on. " * 20)
+    model_folder = write_tiny_llama(folder / "model")
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(model_folder)(text.read_text())["input_ids"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        draw = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(ids) - 32, (16,), generator=draw)
+        batch = torch.stack([ids[start : start + 32] for start in starts])
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+    model.to(torch.bfloat16).save_pretrained(model_folder)
+    return model_folder

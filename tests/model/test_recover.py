@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import hopsparse
 from hopsparse.errors import ArgumentError, CalibrationError, CheckpointError, UnsupportedError
 from hopsparse.formats import NM, Quantized
 from hopsparse.models.checkpoint import CheckpointReader
-from hopsparse.models.evaluate import evaluate
+from hopsparse.models.evaluate import compare
 from hopsparse.models.low_rank import load_low_rank
 from hopsparse.models.options import Progress, SparsifyOptions
 from hopsparse.models.recover import RECOVER_REPORT, recover_checkpoint
@@ -105,7 +106,13 @@ def test_a_better_checkpoint_of_the_same_form(folder: Path, tmp_path: Path) -> N
 
 
 def test_what_the_report_says_is_what_loads(folder: Path, tmp_path: Path) -> None:
-    for number, changes in enumerate(({"train": "all"}, {"lora_rank": 2}, {})):
+    # The last one has no teacher any more when it is judged.
+    variants: tuple[dict[str, Any], ...] = (
+        {"train": "all"},
+        {"lora_rank": 2},
+        {"cache_teacher": True},
+    )
+    for number, changes in enumerate(variants):
         out = tmp_path / f"out{number}"
         report = recovered(folder, out, **changes)
         windows = leading_windows(read_text(folder / "eval.txt"), byte_tokenizer(), 2, 24)
@@ -113,10 +120,44 @@ def test_what_the_report_says_is_what_loads(folder: Path, tmp_path: Path) -> Non
         if "lora_rank" in changes:
             assert len(load_low_rank(model, out)) == len(report["layers"])
         row = report["evaluation"][0]
-        assert evaluate(model, windows).perplexity == row["after"]["perplexity"]
         before = hopsparse.load(sparsified(folder), dtype=torch.float32)
-        assert evaluate(before, windows).perplexity == row["before"]["perplexity"]
-        assert evaluate(tiny_llama().float(), windows).perplexity == row["dense"]["perplexity"]
+        dense = tiny_llama().float()
+        for student, role in ((before, "before"), (model, "after")):
+            found = compare(dense, student, windows)
+            assert row[role] == {
+                "perplexity": found.b.perplexity,
+                "agreement": found.agreement,
+                "kl": found.kl,
+            }
+            assert found.a.perplexity == row["dense"]["perplexity"]
+
+
+def test_the_report_of_the_pruned_model_becomes_that_of_the_recovered_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    sparse = sparsified(folder)
+    found = recovered(folder, tmp_path / "out", lora_rank=2)
+    old, new = (json.loads((f / "report.json").read_text()) for f in (sparse, tmp_path / "out"))
+    assert new["layers"] == old["layers"]
+    assert new["bytes"]["sparse"] == old["bytes"]["sparse"] + found["low_rank"]["bytes"]
+    assert [row["sparse"] for row in new["evaluation"]] == [
+        row["after"] for row in found["evaluation"]
+    ]
+    assert new["recover"]["curve"] == found["curve"]
+    assert new["recover"]["tokens"] == 12 * 2 * 24
+    own = f"hopsparse recover {sparse} -o {tmp_path / 'out'} --teacher {folder / 'dense'} "
+    assert new["command"].splitlines()[1].startswith(own + "--steps 12 --lr 0.002")
+    # Without a report of ours there is none to continue.
+    other = Path(shutil.copytree(sparse, tmp_path / "other"))
+    (other / "report.json").write_text('{"schema": "of something else"}')
+    recover_checkpoint(
+        other,
+        tmp_path / "plain",
+        teacher=str(folder / "dense"),
+        options=OPTIONS,
+        texts=RecoverTexts(folder / "train.txt", folder / "eval.txt", 8, 3, 2, 24),
+    )
+    assert not (tmp_path / "plain" / "report.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -274,6 +315,7 @@ def test_sparse_layers_are_sparse_after_sr_ste(folder: Path, tmp_path: Path) -> 
 
 def test_layer_wise_brings_a_llama_closer(folder: Path, tmp_path: Path) -> None:
     report = recovered(folder, tmp_path / "out", level="layer-wise", steps=20, evaluate_every=20)
+    assert report["tokens"] == 3 * 20 * 2 * 24
     for stage in range(3):
         first, last = (row for row in report["curve"] if row["stage"] == stage)
         assert last["held_out_loss"] < first["held_out_loss"]

@@ -22,7 +22,7 @@ from hopsparse.models.staged import plan_and_sparsify, sparsify_and_recover
 from hopsparse.models.text import random_windows, read_text
 from hopsparse.plan import ModelPlan
 from hopsparse.prune import Recipe
-from tests.helpers.tiny_llama import write_text, write_tiny_llama
+from tests.helpers.tiny_llama import write_taught_llama
 
 FORMS = ("dense", "2:4", "1:4", "unstructured:0.9")
 # What this budget takes: two plans that cost too much, and a third that does not.
@@ -32,22 +32,7 @@ BUDGET = QualityBudget(1.5, objective="bytes", forms=FORMS)
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that knows the calibration text."""
-    folder = tmp_path_factory.mktemp("taught")
-    text = write_text(folder / "text.txt")
-    model_folder = write_tiny_llama(folder / "model")
-    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(model_folder)(text.read_text())["input_ids"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(60):
-        draw = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(ids) - 32, (16,), generator=draw)
-        batch = torch.stack([ids[start : start + 32] for start in starts])
-        optimizer.zero_grad()
-        model(batch, labels=batch).loss.backward()
-        optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(model_folder)
-    (folder / "eval.txt").write_text("Another text, that nobody has trained on. " * 20)
-    return model_folder
+    return write_taught_llama(tmp_path_factory.mktemp("taught"))
 
 
 @pytest.fixture
@@ -92,6 +77,10 @@ def test_plans_are_corrected_until_one_is_within_the_budget(
     assert reached[0] > 1.5
     assert reached[1] > 1.5
     assert report["budget"]["reached"] == reached[2] <= 1.5
+    assert [each["kept"] for each in report["budget"]["rounds"]] == [False, False, True]
+    plan = ModelPlan.read(tmp_path / "out" / "plan.json").layers
+    shares = report["budget"]["rounds"][2]["layers_by_form"]
+    assert shares == {form: list(plan.values()).count(form) for form in set(plan.values())}
     windows = held_out_windows(dense, options)
     before = LlamaForCausalLM.from_pretrained(dense, dtype=torch.float32)
     after = hopsparse.load(tmp_path / "out", dtype=torch.float32)
@@ -195,9 +184,17 @@ def test_recovery_wins_back_what_pruning_cost(
     assert all(row["sparse"] != row["dense"] for row in report["samples"])
     windows = held_out_windows(dense, options)
     pruned = tmp_path / "pruned"
-    hopsparse.sparsify_checkpoint(
+    plain = hopsparse.sparsify_checkpoint(
         str(dense), pruned, Recipe("1:4", method="magnitude"), options=options
     )
+    # Evaluation rows say the same with and without recovery.
+    (row,), (own,), (recovered,) = (
+        found["evaluation"] for found in (plain, report["recover"], report)
+    )
+    assert recovered.keys() == row.keys()
+    assert own["before"].keys() == recovered["sparse"].keys() == row["sparse"].keys()
+    assert own["before"] == pytest.approx(row["sparse"], rel=1e-5)
+    assert recovered["sparse"] == own["after"]
     before, after = (hopsparse.load(f, dtype=torch.float32) for f in (pruned, tmp_path / "out"))
     assert evaluate(after, windows).perplexity < 0.9 * evaluate(before, windows).perplexity
 

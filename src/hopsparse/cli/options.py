@@ -11,7 +11,8 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -19,6 +20,22 @@ from ..errors import HopsparseError, VerificationError
 from .console import print_error, stderr
 
 Options = TypeVar("Options")
+
+REPORT_JSON, REPORT_PAGE = "report.json", "report.html"
+
+# What `sparsify` and `recover` both take.
+EvalText = Annotated[
+    Path | None,
+    typer.Option(
+        "--eval", metavar="FILE", help="Text to evaluate on; two bundled ones if left out."
+    ),
+]
+EvalWindows = Annotated[int, typer.Option(help="Windows of each evaluation text.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint that hopsparse wrote.")
+]
+ReportAsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")]
 
 USAGE_EXIT = 2
 FAILED_EXIT = 1

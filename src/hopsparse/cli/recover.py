@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import bytes_text, print_json, seconds_text, stderr, stdout, time_text
-from .options import INTERRUPTED_EXIT, command
-from .sparsify import progress_shown
+from .console import bytes_text, print_json, seconds_text, stdout, time_text
+from .options import (
+    INTERRUPTED_EXIT,
+    REPORT_JSON,
+    REPORT_PAGE,
+    EvalText,
+    EvalWindows,
+    Overwrite,
+    ReportAsJson,
+    Resume,
+    command,
+)
+from .sparsify import print_interrupted, progress_shown
 
 
 @dataclass(frozen=True)
@@ -75,31 +84,27 @@ class Recover:
         Path | None,
         typer.Option(metavar="FILE", help="Text to train on; a bundled one if left out."),
     ] = None
-    evaluate: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval", metavar="FILE", help="Text to evaluate on; two bundled ones if left out."
-        ),
-    ] = None
+    evaluate: EvalText = None
     windows: Annotated[int, typer.Option(help="Training windows.")] = 256
     held_out: Annotated[
         int, typer.Option(help="Windows kept from training, to stop by and to keep the best.")
     ] = 8
-    eval_windows: Annotated[int, typer.Option(help="Windows of each evaluation text.")] = 8
+    eval_windows: EvalWindows = 8
     eval_tokens: Annotated[int, typer.Option(help="Tokens of such a window.")] = 512
     device: Annotated[str, typer.Option(help="cpu, or auto: what accelerate finds.")] = "cpu"
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that hopsparse wrote.")
-    ] = False
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")] = False
+    report: Annotated[
+        bool, typer.Option(help=f"Write OUT/{REPORT_PAGE}, if SPARSE has a report.json.")
+    ] = True
+    resume: Resume = False
+    overwrite: Overwrite = False
+    json: ReportAsJson = False
 
 
 _TEXTS = (
     *("calibration", "evaluate", "windows", "held_out", "eval_windows", "eval_tokens"),
     *("device", "resume", "overwrite"),
 )
-_ELSEWHERE = {"sparse", "out", "teacher", "hidden_block", "json", *_TEXTS}
+_ELSEWHERE = {"sparse", "out", "teacher", "hidden_block", "report", "json", *_TEXTS}
 
 
 def run(options: Recover) -> None:
@@ -114,16 +119,22 @@ def run(options: Recover) -> None:
         raise typer.Exit(INTERRUPTED_EXIT) from None
     if not _is_first():
         return
+    page = _write_page(options.out) if options.report else None
     if options.json:
-        print_json({**report, "out": str(options.out)})
+        paths = {"out": str(options.out), "report": str(page) if page else None}
+        print_json({**report, **paths})
     else:
-        _print(report, options.out)
+        _print(report, options.out, page)
 
 
 def _recover(options: Recover) -> dict[str, Any]:
     from ..recover import RecoverOptions
 
     # What can be refused is refused before a model is loaded.
+    if options.report and (options.sparse / REPORT_JSON).exists():
+        from ..report import check_extras
+
+        check_extras()
     values = {key: value for key, value in vars(options).items() if key not in _ELSEWHERE}
     chosen = RecoverOptions(**values, hidden_blocks=tuple(options.hidden_block or ()))
     from ..models.recover import recover_checkpoint
@@ -141,6 +152,16 @@ def _recover(options: Recover) -> dict[str, Any]:
         )
 
 
+def _write_page(out: Path) -> Path | None:
+    """The page of the recovered checkpoint, if it has a report."""
+    path = out / REPORT_JSON
+    if not path.exists():
+        return None
+    from ..report import write_report
+
+    return write_report(json.loads(path.read_text(encoding="utf-8")), out / REPORT_PAGE)
+
+
 def _is_first() -> bool:
     """Whether this is the first of the processes that torchrun started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
@@ -149,18 +170,11 @@ def _is_first() -> bool:
 def _print_interrupted(options: Recover) -> None:
     if not _is_first():
         return
-    console = stderr()
     partial = options.out.parent / (options.out.name + ".partial")
-    if not partial.exists():
-        console.print("Interrupted; nothing was written.")
-        return
-    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
-    console.print(f"Interrupted. {options.out} was not written; the state is in {partial}.")
-    console.print("To continue:", markup=False)
-    console.print(f"  hopsparse {shlex.join([*words, '--resume'])}", markup=False, soft_wrap=True)
+    print_interrupted(options.out, f"the state is in {partial}" if partial.exists() else None)
 
 
-def _print(report: dict[str, Any], out: Path) -> None:
+def _print(report: dict[str, Any], out: Path, page: Path | None) -> None:
     from rich.table import Table
 
     console = stdout()
@@ -194,6 +208,8 @@ def _print(report: dict[str, Any], out: Path) -> None:
     console.print(f"\ntrained   {report['steps']} steps in {seconds}{stopped}")
     console.print(f"memory    {bytes_text(report['peak_memory_bytes'])} at the most")
     console.print(f"written   {out}", markup=False, soft_wrap=True)
+    if page:
+        console.print(f"report    {page}", markup=False, soft_wrap=True)
 
 
 RECOVER = command(Recover, run, name="recover")

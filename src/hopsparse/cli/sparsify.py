@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import bytes_text, print_json, seconds_text, stderr, stdout, time_text
-from .options import INTERRUPTED_EXIT, command
-from .sparsify_options import REPORT_PAGE, Sparsify
+from .options import INTERRUPTED_EXIT, REPORT_PAGE, command
+from .sparsify_options import Sparsify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,18 +98,24 @@ def _sparsify(
 
 
 def _print_interrupted(options: Sparsify) -> None:
-    console = stderr()
     costs = options.out.with_name(f"{options.out.name}.costs.json")
     partial = options.out.parent / (options.out.name + ".partial")
-    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+    kept = None
     if partial.exists():
         kept = f"finished blocks are in {partial}"
     elif options.quality_budget is not None and costs.exists():
         kept = f"what is measured is in {costs}"
-    else:
+    print_interrupted(options.out, kept)
+
+
+def print_interrupted(out: Path, kept: str | None) -> None:
+    """Say what an interrupted run left, if anything, and how to continue it."""
+    console = stderr()
+    if kept is None:
         console.print("Interrupted; nothing was written.")
         return
-    told = f"Interrupted. {options.out} was not written; {kept}."
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+    told = f"Interrupted. {out} was not written; {kept}."
     console.print(told, markup=False, soft_wrap=True)
     console.print("To continue:", markup=False)
     console.print(f"  hopsparse {shlex.join([*words, '--resume'])}", markup=False, soft_wrap=True)

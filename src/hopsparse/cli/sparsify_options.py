@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ArgumentError
+from .options import REPORT_PAGE, EvalText, EvalWindows, Overwrite, ReportAsJson, Resume
 
 if TYPE_CHECKING:
     from ..models.options import SparsifyOptions
     from ..models.quality_budget import QualityBudget
     from ..prune import Recipe
-
-REPORT_PAGE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,23 +139,16 @@ class Running:
         Path | None,
         typer.Option(metavar="FILE", help="Text to calibrate on; a bundled one if left out."),
     ] = None
-    evaluate: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval", metavar="FILE", help="Text to evaluate on; two bundled ones if left out."
-        ),
-    ] = None
+    evaluate: EvalText = None
     windows: Annotated[int, typer.Option(help="Calibration windows.")] = 24
     window_tokens: Annotated[int, typer.Option(help="Tokens a window.")] = 512
-    eval_windows: Annotated[int, typer.Option(help="Windows of each evaluation text.")] = 8
+    eval_windows: EvalWindows = 8
     samples: Annotated[bool, typer.Option(help="Generate short samples with both models.")] = True
     device: Annotated[str, typer.Option(help="Where blocks are run and pruned.")] = "cpu"
     report: Annotated[bool, typer.Option(help=f"Write OUT/{REPORT_PAGE}.")] = True
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint that hopsparse wrote.")
-    ] = False
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")] = False
+    resume: Resume = False
+    overwrite: Overwrite = False
+    json: ReportAsJson = False
 
 
 # Fields come from the last base first: help shows places and forms, then how to run.

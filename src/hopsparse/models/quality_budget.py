@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,17 +240,19 @@ class Search:
                 "sparse_perplexity": row["sparse"],
             },
             "scale": outcome.scale,
-            "rounds": [_round_json(each) for each in outcome.rounds],
+            "rounds": [_round_json(each, outcome.plan) for each in outcome.rounds],
         }
 
 
-def _round_json(each: Round) -> dict[str, Any]:
+def _round_json(each: Round, kept: ModelPlan) -> dict[str, Any]:
     wanted = ("perplexity_ratio", "speedup", "floor_speedup", "weight_bytes", "dense_weight_bytes")
     return {
         "reached": each.ratio if math.isfinite(each.ratio) else None,
         "predicted": {key: each.plan.predicted[key] for key in wanted},
         "cost_nats": each.cost,
         "scale": each.scale,
+        "layers_by_form": dict(Counter(each.plan.layers.values())),
+        "kept": each.plan.layers == kept.layers,
     }
 
 

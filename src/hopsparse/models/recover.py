@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,18 @@ from ..recover import (
 from ..version import __version__
 from ._entries import ModuleEntry, SparseConfig
 from ._files import sha256
+from ._judge import Judge, before_and_after
 from ._layers import require_sparse
+from ._prune_job import REPORT_NAME
+from ._recovery_report import continued, recover_command, report_of
 from ._summary import peak_memory_bytes
 from .checkpoint import CheckpointReader, CheckpointWriter
-from .evaluate import Quality, evaluate
 from .load import load
 from .low_rank import LOW_RANK_FOLDER, write_low_rank
 from .options import Progress, ProgressCallback
 from .recover_texts import RecoverTexts, cut_texts
 from .rules import family_blocks, family_of, replace_module
 from .source import WeightSource, materialize_outside, open_source, skeleton
-
-if TYPE_CHECKING:
-    pass
 
 RECOVER_REPORT = "recover.json"
 # A resumed run may go on at another rate, and save more or less often.
@@ -79,7 +78,7 @@ def recover_checkpoint(
         make_optimizer: Makes the optimizer from parameter groups; AdamW when None.
 
     Returns:
-        The report that is also written as OUT/recover.json.
+        The report that is also OUT/recover.json, and in OUT/report.json if SPARSE has one.
 
     Raises:
         ArgumentError: No teacher, or options that do not fit the models.
@@ -110,7 +109,8 @@ def recover_checkpoint(
                 if writer is not None:
                     report["seconds"]["total"] = round(time.monotonic() - started, 1)
                     report["peak_memory_bytes"] = peak_memory_bytes()
-                    job.write(writer, report)
+                    again = recover_command(Path(sparse), Path(out), teacher, options, texts)
+                    job.write(writer, report, again)
             machine.wait()
     return report
 
@@ -133,6 +133,7 @@ class _Job:
         self.texts = texts
         self.corpus, self.evaluation, self.text_name = cut
         self.student: nn.Module = nn.Identity()
+        self.earlier = report_of(reader.folder)
 
     @classmethod
     def of(
@@ -174,7 +175,11 @@ class _Job:
         # In a box: with a cache nobody needs the teacher while the student trains.
         box: list[nn.Module] = [network]
         del network
-        before = self._judge({"dense": box[0], "before": self.student}, machine, progress)
+        progress(Progress("evaluate", 0, 1, "dense", None))
+        # The first process alone has something to judge by.
+        judge = Judge(box[0], layout, self.evaluation if machine.is_main else {})
+        progress(Progress("evaluate", 0, 1, "before", None))
+        before = judge(self.student)
         file = StateFile(out.parent / f"{out.name}.partial" / STATE_FILE, self._identity())
         began = time.monotonic()
         done = recover(
@@ -195,12 +200,13 @@ class _Job:
         seconds = time.monotonic() - began
         self.student.to("cpu")
         self._round()
-        after = self._judge({"after": self.student}, machine, progress)
+        progress(Progress("evaluate", 0, 1, "after", None))
+        after = judge(self.student)
         progress(Progress("write", 0, 1, "writing the checkpoint", None))
-        return self._report(done, before | after, seconds)
+        return self._report(done, before_and_after(before, after), seconds)
 
-    def write(self, writer: CheckpointWriter, report: dict[str, Any]) -> None:
-        """Write the checkpoint."""
+    def write(self, writer: CheckpointWriter, report: dict[str, Any], command: str) -> None:
+        """Write the checkpoint, with its reports; `command` makes the same."""
         layers = {
             name: module.matrix
             for name, module in _sparse_layers(self.student).items()
@@ -214,6 +220,8 @@ class _Job:
         dtype = next(iter(self.sparse.modules.values())).torch_dtype
         write_low_rank(writer.partial, self.student, dtype)
         writer.write_json(RECOVER_REPORT, report)
+        if self.earlier is not None:
+            writer.write_json(REPORT_NAME, continued(self.earlier, report, command))
         modules = {name: ModuleEntry.of(stored[name]) for name in self.sparse.modules}
         config = {k: v for k, v in self.reader.config.items() if k != "quantization_config"}
         config["quantization_config"] = replace(self.sparse, modules=modules).to_json()
@@ -256,20 +264,6 @@ class _Job:
                 for factor in (module.a, module.b):
                     factor.data = factor.detach().to(dtype).to(factor.dtype)
 
-    def _judge(
-        self, models: dict[str, nn.Module], machine: Machine, progress: ProgressCallback
-    ) -> dict[str, dict[str, Quality]]:
-        """Quality on each evaluation text, of the first process alone."""
-        if not machine.is_main:
-            return {}
-        found: dict[str, dict[str, Quality]] = {}
-        for role, model in models.items():
-            progress(Progress("evaluate", 0, 1, role, None))
-            found[role] = {
-                text: evaluate(model, windows) for text, windows in self.evaluation.items()
-            }
-        return found
-
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the interrupted one."""
         options = {k: v for k, v in self.options.to_json().items() if k not in _FREE}
@@ -285,17 +279,18 @@ class _Job:
         }
 
     def _report(
-        self, done: Recovered, quality: dict[str, dict[str, Quality]], seconds: float
+        self, done: Recovered, evaluation: list[dict[str, Any]], seconds: float
     ) -> dict[str, Any]:
-        trajectory = done.trajectory
+        trajectory, options = done.trajectory, self.options
+        step_tokens = options.batch_windows * options.window_tokens
         shapes = [entry.shape for entry in self.sparse.modules.values()]
-        rank = self.options.lora_rank
+        rank = options.lora_rank
         cost = low_rank_cost(shapes, rank, TARGETS["h200"]) if rank else None
         return {
             "version": __version__,
             "student": str(self.reader.folder),
             "teacher": self.source.name,
-            "options": self.options.to_json(),
+            "options": options.to_json(),
             "text": {
                 "name": self.text_name,
                 "windows": len(self.corpus.train),
@@ -304,10 +299,11 @@ class _Job:
             },
             "layers": list(done.layers),
             "steps": trajectory.step,
+            "tokens": trajectory.steps_of_all(options.steps) * step_tokens,
             "stopped_early": trajectory.stopped,
             "best": {"held_out_loss": trajectory.best, "step": trajectory.best_step},
             "curve": trajectory.curve,
-            "evaluation": _rows(quality),
+            "evaluation": evaluation,
             "low_rank": None if cost is None else {**asdict(cost), "target": "h200"},
             "cache_bytes": done.cache_bytes,
             "seconds": {
@@ -363,18 +359,6 @@ def _as_stored(matrix: SparseMatrix, entry: ModuleEntry) -> SparseMatrix:
     if isinstance(matrix, Quantized):
         return matrix.with_dtype(entry.torch_dtype)
     return Storage.of(matrix).with_dtype(entry.torch_dtype).pack(matrix.to_dense())
-
-
-def _rows(quality: dict[str, dict[str, Quality]]) -> list[dict[str, Any]]:
-    rows = []
-    for text, dense in quality.get("dense", {}).items():
-        row: dict[str, Any] = {"text": text, "windows": len(dense.top1)}
-        row["dense"] = {"perplexity": dense.perplexity}
-        for role in ("before", "after"):
-            found = quality[role][text]
-            row[role] = {"perplexity": found.perplexity, "agreement": found.agreement(dense)}
-        rows.append(row)
-    return rows
 
 
 def _told(progress: ProgressCallback) -> Callable[[int, int, float, float | None], None]:

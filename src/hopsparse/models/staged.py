@@ -18,6 +18,7 @@ from ..prune import Recipe
 from ..recover import RecoverOptions, open_machine
 from ._files import read_json, write_json
 from ._prune_job import REPORT_NAME, Job
+from ._recovery_report import with_recovery
 from ._summary import peak_memory_bytes, repeat_command
 from .checkpoint import StagedWriter
 from .options import Progress, ProgressCallback, SparsifyOptions
@@ -27,8 +28,6 @@ from .recover_texts import RecoverTexts, cut_texts
 from .samples import compare_samples
 
 _PRUNED, _RECOVERED = "pruned", "recovered"
-# What the rest of the report says already, and what is of no use outside of the unfinished folder.
-_NOT_REPEATED = ("version", "student", "teacher", "layers", "low_rank", "peak_memory_bytes")
 _WINDOW_TOKENS = 256
 
 
@@ -212,11 +211,7 @@ class _Run:
         report = {**report, "command": self._command}
         if self._recovery is not None:
             folder, found = self._recover(writer.partial, folder)
-            report["recover"] = {k: v for k, v in found.items() if k not in _NOT_REPEATED}
-            report["evaluation"] = [
-                {key: row[key] for key in ("text", "windows", "dense")} | {"sparse": row["after"]}
-                for row in found["evaluation"]
-            ]
+            report = with_recovery(report, found)
         if self._job.shows_samples:
             self._progress(Progress("samples", 0, 1, "generating samples", None))
             job = self._job

@@ -46,6 +46,17 @@ class Trajectory:
     curve: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
+    def steps_of_all(self, planned: int) -> int:
+        """Steps of all stages together; a stage that nobody looked at had all that were planned.
+
+        Example:
+            >>> Trajectory(stage=1, curve=[{"stage": 0, "step": 3}]).steps_of_all(5)
+            8
+        """
+        done = dict.fromkeys(range(self.stage + 1), planned)
+        # The last step of a stage is always looked at, if any is.
+        return sum((done | {look["stage"]: look["step"] for look in self.curve}).values())
+
     def next_stage(self) -> None:
         """Begin the next block."""
         self.stage += 1

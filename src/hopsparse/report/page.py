@@ -13,6 +13,7 @@ from ..units import bytes_text, duration_text, time_text
 from .figures import NARROW, PAIR, PALETTE, TIMES, WIDE, LayerError, error_bars, predicted_bars
 from .pareto import Pareto, pareto_svg, share_text
 from .predicted import TOKENS, LayerTimes, Predicted
+from .recovery import curve_svg, loss_text, recovery_facts, recovery_rows, stages_of
 
 
 def render(report: Mapping[str, Any], predicted: Predicted) -> str:
@@ -27,12 +28,19 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
     environment.filters.update(
         size=bytes_text, duration=duration_text, micros=lambda us: time_text(us, "µ")
     )
-    environment.filters["shares"] = share_text
+    environment.filters |= {"shares": share_text, "loss": loss_text}
     errors = layer_errors(report["layers"])
     colours = colours_of(errors)
     pareto = Pareto.from_json(report["pareto"]) if report.get("pareto") else None
+    recover = report.get("recover")
+    stages = stages_of(recover) if recover else []
     return environment.get_template("page.html.j2").render(
         pareto=pareto,
+        budget=_budget(report.get("budget")),
+        recover=recover,
+        facts=recovery_facts(recover, stages) if recover else {},
+        recovered=recovery_rows(recover) if recover else [],
+        stages=stages,
         report=report,
         asked=_asked(report["recipe"]),
         tokens=TOKENS,
@@ -48,6 +56,7 @@ def render(report: Mapping[str, Any], predicted: Predicted) -> str:
                 predicted_bars(predicted.totals, PAIR, width) for width in (WIDE, NARROW)
             ],
             "pareto": [pareto_svg(pareto, width) for width in (WIDE, NARROW)] if pareto else [],
+            "curve": [curve_svg(stages, width) for width in (WIDE, NARROW)] if stages else [],
         },
         layers=_layer_rows(report["layers"], predicted.layers),
         kept=_grouped(report["kept_dense"]),
@@ -118,6 +127,35 @@ def _quality(evaluation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in evaluation
     ]
+
+
+def _budget(budget: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The budget with a row for each plan that was built: predicted, measured, and what of it."""
+    if budget is None:
+        return None
+    rows = []
+    for number, each in enumerate(budget["rounds"], 1):
+        predicted, reached = each["predicted"], each["reached"]
+        over = reached is None or reached > budget["asked"]
+        rows.append(
+            {
+                "number": number,
+                "predicted": _ratio(predicted["perplexity_ratio"]),
+                "reached": "not finite" if reached is None else _ratio(reached),
+                "speedup": predicted["speedup"],
+                "floor_speedup": predicted["floor_speedup"],
+                "bytes": predicted["weight_bytes"],
+                "scale": each["scale"],
+                # Reports of older versions do not say which plan was kept, nor of what each is.
+                "result": "kept" if each.get("kept") else "over" if over else "within",
+                "shares": share_text(each.get("layers_by_form", {})),
+            }
+        )
+    return {**budget, "rows": rows}
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}{TIMES}" if value < 1000 else f"{value:.3g}{TIMES}"
 
 
 def _layer_rows(
