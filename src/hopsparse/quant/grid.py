@@ -41,19 +41,18 @@ def weight_scales(weight: Tensor, scheme: Scheme, importance: Tensor | None = No
     """
     values = _grouped(weight.float(), scheme)
     peak = values.abs().amax(-1) / LARGEST[scheme.weights]
-    best = _storable(peak, scheme)
     if scheme.weights != "int4":
-        return best
-    cost = torch.ones(weight.shape[1]) if importance is None else importance.float()
-    cost = _grouped(cost.to(weight.device).unsqueeze(0), scheme)
-    least = torch.full_like(peak, torch.inf)
-    for clip in _CLIPS:
-        scales = _storable(peak * clip, scheme)
-        gap = round_to(values, scales.unsqueeze(-1), scheme.weights) - values
-        error = gap.square_().mul_(cost).sum(-1)
-        better = error < least
-        best, least = torch.where(better, scales, best), torch.where(better, error, least)
-    return best
+        return _storable(peak, scheme)
+    cost = None if importance is None else importance.float().to(weight.device).unsqueeze(0)
+    candidates = _storable(torch.stack([peak * clip for clip in _CLIPS]), scheme)
+    errors = torch.empty_like(candidates)
+    for scales, error in zip(candidates.unsqueeze(-1), errors, strict=True):
+        gap = signed_codes(values, scales, "int4").mul_(scales).sub_(values).square_()
+        if cost is not None:
+            gap.mul_(_grouped(cost, scheme))
+        torch.sum(gap, -1, out=error)
+    # Of equal errors the first, that of the widest range, is taken.
+    return candidates.gather(0, errors.argmin(0, keepdim=True)).squeeze(0)
 
 
 def round_to(values: Tensor, scales: Tensor, weights: str) -> Tensor:
@@ -73,13 +72,16 @@ def round_to(values: Tensor, scales: Tensor, weights: str) -> Tensor:
 
 def to_codes(values: Tensor, scales: Tensor, weights: str) -> Tensor:
     """The stored numbers as float32: integers, or E4M3 values; -0 becomes 0."""
+    return signed_codes(values, scales, weights).add_(0.0)
+
+
+def signed_codes(values: Tensor, scales: Tensor, weights: str) -> Tensor:
+    """`to_codes` with the sign of zeros left on."""
     scaled = values.float() / scales
     if weights == "fp8":
         limit = LARGEST["fp8"]
-        scaled = scaled.clamp_(-limit, limit).to(torch.float8_e4m3fn).float()
-    else:
-        scaled = scaled.round_().clamp_(_LEAST[weights], LARGEST[weights])
-    return scaled.add_(0.0)
+        return scaled.clamp_(-limit, limit).to(torch.float8_e4m3fn).float()
+    return scaled.round_().clamp_(_LEAST[weights], LARGEST[weights])
 
 
 def round_weight(weight: Tensor, scheme: Scheme, scales: Tensor | None = None) -> Tensor:
@@ -98,9 +100,25 @@ def round_weight(weight: Tensor, scheme: Scheme, scales: Tensor | None = None) -
         tensor([[7., 0., 0.]])
     """
     scales = weight_scales(weight, scheme) if scales is None else scales
-    return round_to(weight, expand_scales(scales, weight.shape[1], scheme), scheme.weights).to(
-        weight.dtype
-    )
+    values, wide = spread(weight, scales, scheme)
+    return round_to(values, wide, scheme.weights).to(weight.dtype).view(weight.shape)
+
+
+def spread(weight: Tensor, scales: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """A weight and its scales in shapes that broadcast: views where groups are whole.
+
+    Args:
+        weight: [out, k]; where groups are whole it is viewed as [out, groups, group].
+        scales: [out, groups]; there [out, groups, 1], elsewhere what `expand_scales` returns.
+        scheme: The scheme.
+
+    Raises:
+        ArgumentError: Another number of groups than a row of k has.
+    """
+    out, k = weight.shape
+    if not scheme.group or k % scheme.group or scales.shape != (out, k // scheme.group):
+        return weight, expand_scales(scales, k, scheme)
+    return weight.view(out, k // scheme.group, scheme.group), scales.float().unsqueeze(-1)
 
 
 def expand_scales(scales: Tensor, k: int, scheme: Scheme) -> Tensor:
