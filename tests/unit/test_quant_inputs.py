@@ -214,6 +214,8 @@ def test_training_with_fake_rounding_keeps_zeros_and_learns_the_grid() -> None:
     assert losses[-1] < losses[0] / 4
 
 
+# The compiler makes a context of a Function, and keeps that warning quiet unless it is an error.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_fake_rounding_is_one_graph(kind: str) -> None:
     scheme = Scheme(kind, 0, kind)

@@ -11,9 +11,10 @@ from hopsparse.nn import SparseLinear
 from hopsparse.plan import TARGETS
 from hopsparse.prune import magnitude
 from hopsparse.quant import fake_inputs, quantize_matrix, weight_scales
-from hopsparse.recover import Storage, low_rank_cost
+from hopsparse.recover import RecoverOptions, Storage, low_rank_cost
 from hopsparse.recover.layers import MaskedLinear
 from hopsparse.recover.storage import stored_entries
+from hopsparse.recover.student import Student
 
 SCHEMES = ("2:4+int8", "6:8+fp8", "2:4+int4:32", "unstructured:0.5+int8", "dense+int8")
 
@@ -147,3 +148,57 @@ def test_low_rank_costs_both_factors_and_both_products() -> None:
     assert two.bytes == 2 * one.bytes
     # Four products, none faster than a launch.
     assert one.time_us >= 4 * TARGETS["h200"].launch_us
+
+
+class Shared(torch.nn.Module):
+    """Three layers that are called with one tensor, as queries, keys and values are."""
+
+    def __init__(self, forms: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(quantized(form) for form in forms)
+        self.gain = torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x * self.gain
+        return torch.cat([layer(normed) for layer in self.layers], -1)
+
+
+@pytest.mark.parametrize(
+    ("forms", "roundings", "shared"),
+    [(("2:4+int8",) * 3, 3, 1), (("2:4+int8", "2:4+fp8", "2:4+int4:32"), 2, 2)],
+)
+def test_layers_of_a_student_round_a_shared_input_once(
+    forms: tuple[str, ...], roundings: int, shared: int
+) -> None:
+    x = torch.randn(5, 32)
+    student, alone = Student(Shared(forms), RecoverOptions(train="all")), Shared(forms)
+    alone.layers = torch.nn.ModuleList(MaskedLinear(layer) for layer in alone.layers)
+    results = []
+    for model, count in ((student.model, shared), (alone, roundings)):
+        with torch.profiler.profile() as profile:
+            y = model(x)
+        # Each rounding looks for the largest entry of a token.
+        assert sum(event.name == "aten::amax" for event in profile.events()) == count
+        y.square().sum().backward()
+        results.append([y, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    student.before_step()
+    assert student.layers["layers.0"]._shared._x is None
+
+
+@pytest.mark.parametrize("form", ["2:4+int8", "2:4+int4:32", "6:8+fp8"])
+def test_mixed_precision_rounds_in_float32_and_multiplies_in_16_bits(form: str) -> None:
+    layer, x = MaskedLinear(quantized(form)), torch.randn(3, 32, requires_grad=True)
+    scheme = parse_form(form).scheme
+    assert scheme is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().sum().backward()
+        narrow = layer(x.detach().bfloat16())
+    weight = layer.packed().to_dense().bfloat16()
+    for found, inputs in ((y, x.detach()), (narrow, x.detach().bfloat16())):
+        rounded = fake_inputs(inputs, scheme).bfloat16()
+        assert torch.equal(found, torch.nn.functional.linear(rounded, weight))
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32

@@ -11,6 +11,7 @@ from .grid import to_codes as to_codes
 from .grid import weight_scales as weight_scales
 from .inputs import InputPeak as InputPeak
 from .inputs import Rounding as Rounding
+from .inputs import SharedInput as SharedInput
 from .inputs import input_scales as input_scales
 from .inputs import measure_scales as measure_scales
 from .inputs import round_inputs as round_inputs

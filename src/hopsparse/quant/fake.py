@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..formats.scheme import Scheme
-from .grid import expand_scales, round_to, weight_scales
-from .inputs import input_scales, round_inputs
+from .grid import signed_codes, spread, weight_scales
+from .inputs import round_inputs
 
 # What still rounds to the largest code is rounded, not clipped: half a step beyond it.
 _CLIPPED = {"int8": (-127.5, 127.5), "int4": (-8.5, 7.5), "fp8": (-464.0, 464.0)}
@@ -17,7 +20,9 @@ def fake_weight(weight: Tensor, scheme: Scheme, scales: Tensor | None = None) ->
     """`round_weight(weight, scheme, scales)`, with the gradient of the identity.
 
     A clipped entry gets no gradient. A zero stays exactly zero; whoever trains with fixed zeros
-    masks its gradient, as without rounding. Scales get none.
+    masks its gradient, as without rounding. Scales get none. What is not finite becomes NaN.
+
+    Backward looks at `weight` again instead of keeping a tensor: it must not change in between.
 
     Args:
         weight: [out, k], floating.
@@ -36,9 +41,8 @@ def fake_weight(weight: Tensor, scheme: Scheme, scales: Tensor | None = None) ->
     """
     with torch.no_grad():
         found = weight_scales(weight, scheme) if scales is None else scales
-        wide = expand_scales(found, weight.shape[1], scheme)
-        rounded = round_to(weight, wide, scheme.weights).to(weight.dtype)
-    return _straight_through(weight, rounded, wide, scheme.weights)
+    values, wide = spread(weight, found, scheme)
+    return _clipping(values, wide, scheme.weights).view(weight.shape)
 
 
 def fake_inputs(x: Tensor, scheme: Scheme, scale: Tensor | None = None) -> Tensor:
@@ -64,18 +68,64 @@ def fake_inputs(x: Tensor, scheme: Scheme, scale: Tensor | None = None) -> Tenso
     """
     if scheme.activations == "none":
         return x
-    with torch.no_grad():
-        rounded = round_inputs(x, scheme, scale)
-        wide = input_scales(x, scheme) if scale is None else scale
-    return _straight_through(x, rounded, wide, scheme.activations)
+    if scale is not None:
+        return _clipping(x, scale, scheme.activations)
+    dynamic: Any = _Dynamic.apply if _is_learnt_through(x) else round_inputs
+    rounded: Tensor = dynamic(x, scheme)
+    return rounded
 
 
-def _straight_through(values: Tensor, rounded: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """`rounded` bit for bit, with a gradient of 1 where `values` are not clipped."""
-    low, high = _CLIPPED[kind]
-    with torch.no_grad():
-        scaled = values.float() / scales
-        inside = ((scaled >= low) & (scaled <= high)).to(values.dtype)
-    # x - x is zero; what is not finite becomes NaN.
-    passing = values * inside
-    return rounded + (passing - passing.detach())
+def _clipping(values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    clipping: Any = _Clipping.apply if _is_learnt_through(values) else _clipped
+    rounded: Tensor = clipping(values, scales, kind)
+    return rounded
+
+
+def _is_learnt_through(values: Tensor) -> bool:
+    # A Function that has no gradient to pass cannot be compiled.
+    return torch.is_grad_enabled() and values.requires_grad
+
+
+def _clipped(values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    rounded = signed_codes(values, scales, kind).mul_(scales).to(values.dtype)
+    # Takes the sign off zeros, and makes NaN of infinity, which clipping hid.
+    return rounded.add_(values, alpha=-0.0)
+
+
+class _Dynamic(torch.autograd.Function):
+    """Inputs that have a scale a token: nothing is clipped, so that nothing is remembered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scheme: Scheme) -> Tensor:
+        return round_inputs(x, scheme)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Clipping(torch.autograd.Function):
+    """Values under scales that may be too small for some of them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scales: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(values, scales)
+        ctx.kind = kind
+        return _clipped(values, scales, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        values, scales = ctx.saved_tensors
+        low, high = _CLIPPED[ctx.kind]
+        # NaN is outside too. The operator takes it for inside on some devices.
+        scaled = (values.float() / scales).nan_to_num_(nan=torch.inf)
+        passed = torch.ops.aten.hardtanh_backward(
+            grads[0].float(), scaled, _next_float(low), _next_float(high)
+        )
+        return passed.to(values.dtype), None, None
+
+
+def _next_float(limit: float) -> float:
+    """The next float32 beyond it: the operator's limits are outside."""
+    # A float64 has 29 more bits.
+    return limit + math.copysign(math.ulp(limit) * 2**29, limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,9 +29,9 @@ def input_scales(x: Tensor, scheme: Scheme) -> Tensor:
         tensor([[2.],
                 [1.]])
     """
-    peak = x.abs().amax(-1, keepdim=True).float() / LARGEST[scheme.activations]
-    # A scale of NaN is no scale above 0 either: it is what a NaN must pass through.
-    return torch.where(peak == 0, torch.ones_like(peak), peak)
+    scale = x.abs().amax(-1, keepdim=True).float() / LARGEST[scheme.activations]
+    # NaN is not at most 0: it stays, and is what a NaN must pass through.
+    return torch.nn.functional.threshold(scale, 0.0, 1.0)
 
 
 def round_inputs(x: Tensor, scheme: Scheme, scale: Tensor | None = None) -> Tensor:
@@ -64,7 +64,8 @@ def round_inputs(x: Tensor, scheme: Scheme, scale: Tensor | None = None) -> Tens
             )
         return round_to(x, input_scales(x, scheme), scheme.activations).to(x.dtype)
     rounded = round_to(x, scale, scheme.activations).to(x.dtype)
-    return torch.where(x.isfinite(), rounded, x)
+    # NaN passes the rounding by itself.
+    return torch.where(x.isinf(), x, rounded)
 
 
 class InputPeak:
@@ -108,6 +109,10 @@ class Rounding(NamedTuple):
 
     scheme: Scheme
     scale: Tensor | None = None
+
+    def key(self) -> tuple[str, float | None]:
+        """Equal for layers that round their inputs alike. Reads the scale: once, not at a call."""
+        return self.scheme.activations, None if self.scale is None else float(self.scale)
 
 
 def measure_scales(
@@ -154,6 +159,43 @@ def measure_scales(
     return scales
 
 
+class SharedInput:
+    """What was made of the tensor that layers were called with last.
+
+    Layers in a row that are called with one tensor (queries, keys, values) so share what it
+    becomes, and with it the graph that gradients pass.
+
+    Example:
+        >>> shared, x = SharedInput(), torch.ones(2)
+        >>> shared.of(x, "doubled", lambda each: each * 2) is shared.of(x, "doubled", torch.neg)
+        True
+    """
+
+    def __init__(self) -> None:
+        # Held, so that its identity is not given to another one.
+        self._x: Tensor | None = None
+        self._version = 0
+        self._made: dict[tuple[Hashable, bool], Tensor] = {}
+
+    def of(self, x: Tensor, how: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make(x)`, or what a call with the same x and an equal `how` returned just before.
+
+        A tensor that was changed in place is another one.
+        """
+        version = 0 if x.is_inference() else x._version
+        if self._x is not x or self._version != version:
+            self._x, self._version, self._made = x, version, {}
+        # What was made without a graph passes no gradient.
+        key = how, torch.is_grad_enabled()
+        if key not in self._made:
+            self._made[key] = make(x)
+        return self._made[key]
+
+    def clear(self) -> None:
+        """Let go of the tensors."""
+        self._x, self._made = None, {}
+
+
 @contextmanager
 def rounded_inputs(layers: Iterable[tuple[nn.Module, Rounding]]) -> Iterator[None]:
     """While open, `layers` compute with rounded inputs, as they will where they are stored.
@@ -168,22 +210,14 @@ def rounded_inputs(layers: Iterable[tuple[nn.Module, Rounding]]) -> Iterator[Non
         ...     layer(torch.tensor([[127.0, 0.4]]))
         tensor([[127.]])
     """
-    # The latest inputs and what became of them; held, so that an identity is not given out twice.
-    latest: list[tuple[Tensor, int, Rounding, Tensor]] = []
+    shared = SharedInput()
 
     def before(rounding: Rounding) -> Callable[..., Any]:
+        key = rounding.key()
+
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["input"]
-            version = 0 if x.is_inference() else x._version
-            known = [
-                made
-                for old, was, how, made in latest
-                if old is x and was == version and _same(how, rounding)
-            ]
-            made = known[0] if known else round_inputs(x, *rounding)
-            if not known:
-                latest[:] = [entry for entry in latest if entry[0] is x and entry[1] == version]
-                latest.append((x, version, rounding, made))
+            made = shared.of(x, key, lambda each: round_inputs(each, *rounding))
             return ((made, *args[1:]), kwargs) if args else (args, {**kwargs, "input": made})
 
         return hook
@@ -196,14 +230,6 @@ def rounded_inputs(layers: Iterable[tuple[nn.Module, Rounding]]) -> Iterator[Non
     try:
         yield
     finally:
-        latest.clear()
+        shared.clear()
         for handle in handles:
             handle.remove()
-
-
-def _same(one: Rounding, other: Rounding) -> bool:
-    if one.scheme.activations != other.scheme.activations:
-        return False
-    if one.scale is None or other.scale is None:
-        return one.scale is other.scale
-    return torch.equal(one.scale, other.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ArgumentError
-from ..formats import NMPattern
+from ..formats import NMPattern, Scheme
 from ..nn import SparseLinear
 from ..prune import keep_mask
-from ..quant import fake_inputs, fake_weight, weight_scales
+from ..quant import Rounding, SharedInput, fake_inputs, fake_weight, weight_scales
 from .storage import Storage, stored_entries
 
 
@@ -27,9 +28,13 @@ class MaskedLinear(nn.Module):
 
     A quantized weight trains in float32 and is rounded, like its inputs, in every product; the
     gradient passes the rounding unchanged. Its scales follow the weight when `rescale` is called.
+    Rounding is in float32. Under autocast the product takes the rounded numbers, as it takes any
+    others, to the nearest of 16 bits, which most codes times scales are not.
 
     Args:
         sparse: The layer; its bias is shared.
+        shared: What layers of a model have in common, so that those that are called with one
+            tensor round it once; None: the layer rounds for itself.
 
     Raises:
         ArgumentError: Its values are not float32.
@@ -49,7 +54,7 @@ class MaskedLinear(nn.Module):
     scales: Tensor | None
     input_scale: Tensor | None
 
-    def __init__(self, sparse: SparseLinear) -> None:
+    def __init__(self, sparse: SparseLinear, shared: SharedInput | None = None) -> None:
         super().__init__()
         matrix = sparse.matrix
         if matrix.dtype != torch.float32:
@@ -65,6 +70,10 @@ class MaskedLinear(nn.Module):
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("input_scale", self._storage.input_scale, persistent=False)
         self.rescale()
+        self._shared = shared
+        self._how: Hashable = None
+        if self._storage.scheme is not None:
+            self._how = Rounding(self._storage.scheme, self.input_scale).key()
         self._decay: float | None = None
         self.train(sparse.training)
 
@@ -86,7 +95,14 @@ class MaskedLinear(nn.Module):
         if scheme is None:
             return F.linear(x, kept, self.bias)
         rounded = fake_weight(kept, scheme, self.scales)
-        return F.linear(fake_inputs(x, scheme, self.input_scale), rounded, self.bias)
+        return F.linear(self._rounded(x, scheme), rounded, self.bias)
+
+    def _rounded(self, x: Tensor, scheme: Scheme) -> Tensor:
+        if self._shared is None:
+            return fake_inputs(x, scheme, self.input_scale)
+        return self._shared.of(
+            x, self._how, lambda each: fake_inputs(each, scheme, self.input_scale)
+        )
 
     @torch.no_grad()
     def rescale(self) -> None:

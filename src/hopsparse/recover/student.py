@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..nn import SparseLinear
+from ..quant import SharedInput
 from .layers import MaskedLinear
 from .low_rank import LowRank
 from .options import RecoverOptions
@@ -45,12 +46,13 @@ class Student:
         self.layers: dict[str, MaskedLinear] = {}
         self.low_rank: dict[str, LowRank] = {}
         sparse = _sparse_layers(model)
+        self._shared = SharedInput()
         made: dict[SparseLinear, nn.Module] = {}
         for layer, names in sparse.items():
             if options.lora_rank:
                 made[layer] = self.low_rank[names[0]] = _beside(layer, names[0], options)
             else:
-                made[layer] = self.layers[names[0]] = MaskedLinear(layer)
+                made[layer] = self.layers[names[0]] = MaskedLinear(layer, self._shared)
         if options.masks == "sr-ste":
             for name, masked in self.layers.items():
                 _select_first(name, masked, options)
@@ -65,13 +67,15 @@ class Student:
         part = object.__new__(Student)
         part.model, part._options, part._flags = self.model.get_submodule(path), self._options, {}
         prefix = f"{path}."
+        part._shared = self._shared
         part.layers = _below(self.layers, prefix)
         part.low_rank = _below(self.low_rank, prefix)
         part.trained = _below(self.trained, prefix)
         return part
 
     def before_step(self) -> None:
-        """What is added to the gradients of a whole step."""
+        """What is added to the gradients of a whole step, and what is no longer needed."""
+        self._shared.clear()
         for layer in self.layers.values():
             layer.pull()
 
