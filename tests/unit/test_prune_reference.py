@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hopsparse.formats import Form
 from hopsparse.prune import Activations, Recipe, Reference, Statistics, capture_inputs, prune_block
+from hopsparse.prune.fit import fit
 
 WIDTH, INNER, TOKENS = 16, 32, 64
 GROUPS = [["mix"], ["up"], ["down"]]
@@ -108,14 +110,33 @@ def test_each_weight_solves_least_squares_against_its_target(
             elif target == "residual" and name in RESIDUAL:
                 wanted = wanted + (stream_dense - stream).double()
             gram = x.T @ x / len(x)
-            damped = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram))
+            unit = gram.diagonal().mean() * torch.eye(len(gram))
+            damped = gram + 0.01 * unit
             # Ridge towards the dense weight gives the best weight without zeros; then the zeros.
-            free = weight + torch.linalg.solve(damped, (wanted.T @ x / len(x) - weight @ gram).T).T
+            ridge = damped + min(5 * len(gram) / len(x), 10 - 0.01) * unit
+            free = weight + torch.linalg.solve(ridge, (wanted.T @ x / len(x) - weight @ gram).T).T
             found = model.blocks[index].get_submodule(name).weight.detach().double()
             gradient = ((free - found) @ damped) * (found != 0)
             scale = (free @ damped).abs().max()
             # float32 sums over 512 tokens, solved by conjugate gradients in float32.
             assert float(gradient.abs().max() / scale) < 1e-4, (index, name)
+
+
+@pytest.mark.parametrize(("tokens", "ridge"), [(1, 10.0), (512, 0.01 + 5 * 64 / 512)])
+def test_few_tokens_draw_a_weight_less_far(tokens: int, ridge: float) -> None:
+    """Along the only direction that inputs have, ridge regression goes this part of the way."""
+    torch.manual_seed(0)
+    direction, weight = torch.randn(64), torch.randn(4, 64)
+    x = direction * torch.randn(tokens, 1)
+    target = torch.outer(x @ direction, torch.randn(4))
+    statistics = Statistics(64)
+    statistics.add(x)
+    statistics.add_stream("layer", target, x)
+    found = fit("layer", weight, Form(), statistics, Recipe()).weight
+    whole = target - x @ weight.T
+    part = (x @ (found - weight).T) / whole
+    # The mean of the diagonal is a 64th of the only eigenvalue.
+    assert torch.allclose(part, torch.full_like(part, 64 / (64 + ridge)), rtol=1e-3)
 
 
 def test_pulling_at_the_residual_stream_keeps_the_output_of_the_model() -> None:

@@ -108,6 +108,11 @@ class Statistics:
             parts = (self._kept_out(wanted, first), self._kept_out(rows, first))
             self.held_out.add_stream(name, *parts)
 
+    @property
+    def gram_tokens(self) -> int:
+        """How many tokens are in XᵀX."""
+        return self._inputs.count
+
     def input_norm(self) -> Tensor:
         """[k] float32, the 2-norm of each feature over all tokens."""
         return self._squares.sqrt()
