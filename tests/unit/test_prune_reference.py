@@ -187,7 +187,7 @@ def test_a_layer_called_twice_or_with_other_tokens_is_fitted_to_itself() -> None
     x, weight = torch.randn(8, 4), torch.randn(3, 4)
     statistics.add(x)
     statistics.add(x, dense=torch.randn(8, 4))
-    assert statistics.pull("any", weight) is None
+    assert statistics.target_product("any", weight) is None
     assert torch.allclose(statistics.mean_target("any", weight), weight @ statistics.mean())
 
 

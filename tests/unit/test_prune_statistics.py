@@ -57,11 +57,10 @@ def test_tokens_kept_out_have_sums_of_their_own_whichever_way_calls_are_cut() ->
     for sums, which in ((statistics, ~out), (held_out, out)):
         x, y = rows[which], target[which]
         assert torch.equal(sums.hessian(), x.T @ x / len(x))
-        pull = sums.pull("layer", torch.zeros(3, 6))
-        assert torch.equal(pull, y.T @ x / len(x))
+        assert torch.equal(sums.target_product("layer", torch.ones(3, 6)), y.T @ x / len(x))
         assert sums.target_energy("layer", torch.zeros(3, 6)) == float(y.square().sum()) / len(x)
-        other = sums.pull("other", torch.eye(6))
-        assert torch.equal(other, dense[which].T @ x / len(x) - x.T @ x / len(x))
+        other = sums.target_product("other", torch.eye(6))
+        assert torch.equal(other, dense[which].T @ x / len(x))
     assert (statistics.tokens, held_out.tokens) == (45, 6)
 
 

@@ -74,17 +74,21 @@ def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "
     """
     compute = torch.promote_types(old.dtype, torch.float32)
     hessian = statistics.hessian().to(compute)
-    before = old.to(compute)
-    gap = before - new.to(compute)
-    lost = float(((gap @ hessian) * gap).sum(dtype=torch.float64))
-    whole = float(((before @ hessian) * before).sum(dtype=torch.float64))
-    pull = statistics.pull(name, before)
-    if pull is not None:
-        # ‖Y - XW'‖² = ‖X(W - W')‖² + ‖Y‖² - ‖XW‖² - 2 <YᵀX - WXᵀX, W'>
-        energy = statistics.target_energy(name, before)
-        lost += energy - whole - 2 * float((pull * new.to(compute)).sum(dtype=torch.float64))
-        whole = energy
+    before, after = old.to(compute), new.to(compute)
+    product = statistics.target_product(name, before)
+    if product is None:
+        whole, lost = _energy(before, hessian), _energy(before - after, hessian)
+    else:
+        # ‖Y - XW'ᵀ‖² = ‖Y‖² + <W' XᵀX - 2 YᵀX, W'>
+        whole = statistics.target_energy(name, before)
+        gap = (after @ hessian).sub_(product, alpha=2)
+        lost = whole + float((gap * after).sum(dtype=torch.float64))
     return float((max(lost, 0.0) / whole) ** 0.5) if whole > 0 else 0.0
+
+
+def _energy(weight: Tensor, hessian: Tensor) -> float:
+    """‖X Wᵀ‖² per token."""
+    return float(((weight @ hessian) * weight).sum(dtype=torch.float64))
 
 
 def fit(
@@ -144,11 +148,12 @@ class _Problem:
     ) -> _Problem:
         hessian = statistics.hessian(centered=centered)
         factor = statistics.factor(damping, weight.dtype, centered=centered)
-        pull = statistics.pull(name, weight, centered=centered)
-        if pull is not None:
-            # Ridge regression towards the old weight: w + (YᵀX - w XᵀX) (XᵀX + λ)⁻¹.
+        product = statistics.target_product(name, weight, centered=centered)
+        if product is not None:
+            # Towards the old weight: w + (YᵀX - w XᵀX) (XᵀX + λ)⁻¹.
             ridge = damping + TARGET_RIDGE * len(hessian) / max(statistics.gram_tokens, 1)
             drawn = statistics.factor(min(ridge, MOST_RIDGE), weight.dtype, centered=centered).upper
+            pull = product - weight @ hessian
             weight = weight + (pull @ drawn.t()) @ drawn
         return cls(weight, hessian, factor)
 

@@ -55,7 +55,7 @@ class Statistics:
         Args:
             inputs: What the layers get.
             name: For the error.
-            dense: [..., k], what they get in the dense model, for `pull`.
+            dense: [..., k], what they get in the dense model.
 
         Raises:
             CalibrationError: They hold NaN or infinity (or squares overflow); it says `name`.
@@ -141,17 +141,16 @@ class Statistics:
             self._factors[key] = factor_hessian(hessian, damping=damping, dtype=dtype)
         return self._factors[key]
 
-    def pull(self, name: str, weight: Tensor, *, centered: bool = False) -> Tensor | None:
-        """[out, k], (YᵀX - W XᵀX) per token: where the target Y draws the weight of layer `name`.
+    def target_product(self, name: str, weight: Tensor, *, centered: bool = False) -> Tensor | None:
+        """[out, k], YᵀX per token, of the target Y of layer `name`, and X less its mean.
 
-        None where no target is known for every token, so that W X itself is the target.
+        None where no target is known for every token, so that X Wᵀ itself is the target.
         """
         center = self.mean() if centered else None
-        gram = self.hessian(centered=centered)
         if stream := self._stream(name):
-            return stream.mean_product(center) - weight @ gram
+            return stream.mean_product(center)
         if cross := self._whole_cross():
-            return weight @ (cross.mean_product(center) - gram)
+            return weight @ cross.mean_product(center)
         return None
 
     def mean_target(self, name: str, weight: Tensor) -> Tensor:
