@@ -139,7 +139,7 @@ class Statistics:
     def pull(self, name: str, weight: Tensor, *, centered: bool = False) -> Tensor | None:
         """[out, k], (YᵀX - W XᵀX) per token: where the target Y draws the weight of layer `name`.
 
-        None where no target is known for every token, so that X Wᵀ itself is the target.
+        None where no target is known for every token, so that W X itself is the target.
         """
         center = self.mean() if centered else None
         gram = self.hessian(centered=centered)
