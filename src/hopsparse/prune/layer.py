@@ -76,12 +76,19 @@ def prune_layer(
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable, name) if usable else None
     fitted.put(layer, new)
-    method = recipe.method if usable else "magnitude"
-    density = float((new != 0).float().mean(dtype=torch.float64))
-    tokens = usable.tokens if usable else 0
-    used = fitted.damping
-    said = (error_part, tokens, used, seconds, _note(recipe, usable, used), scheme)
-    return LayerReport(name, shape, pattern, method, density, *said)
+    return LayerReport(
+        name=name,
+        shape=shape,
+        pattern=pattern,
+        method=recipe.method if usable else "magnitude",
+        density=float((new != 0).float().mean(dtype=torch.float64)),
+        output_error=error_part,
+        tokens=usable.tokens if usable else 0,
+        damping=fitted.damping,
+        seconds=seconds,
+        note=_note(recipe, usable, fitted.damping),
+        scheme=scheme,
+    )
 
 
 def _words(form: Form) -> tuple[str, str]:
