@@ -22,6 +22,33 @@ def test_json_round_trip(pattern: str, method: str) -> None:
     assert str(again.parsed_pattern) == pattern
 
 
+def test_every_entry_survives_json() -> None:
+    recipe = Recipe(
+        "6:8",
+        "wanda",
+        keep=("lm_head",),
+        seed=3,
+        damping="search",
+        block_size=64,
+        refit=0,
+        refresh="group",
+        scheme="int4:32/fp8",
+        fit_to="input",
+        search="admm",
+        order="activation",
+        bias=False,
+        permute=True,
+        smooth=False,
+        forms={"*.0.*": "2:4+int8", "*": "dense"},
+    )
+    facts = recipe.to_json()
+    usual = Recipe().to_json()
+    assert [name for name in facts if facts[name] == usual[name]] == []
+    again = Recipe.from_json(json.loads(json.dumps(facts)))
+    assert again == recipe
+    assert list(again.forms) == ["*.0.*", "*"]
+
+
 def test_text_and_value_are_the_same_pattern() -> None:
     assert Recipe("2:4") == Recipe(NMPattern(2, 4))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
 from ..formats.scheme import Form
-from .fit import DAMPINGS, fit, output_error
+from .fit import DAMPINGS, Fitted, fit, output_error
 from .recipe import LayerReport, Recipe
 from .statistics import Statistics
 
@@ -66,10 +66,7 @@ def prune_layer(
     begin = time.perf_counter()
     usable = statistics if statistics is not None and statistics.tokens else None
     old = layer.weight.detach()
-    try:
-        fitted = fit(name, old, form, usable, recipe, biased=layer.bias is not None)
-    except HopsparseError as error:
-        raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
+    fitted = _fit(name, layer, form, usable, recipe)
     if fitted.scales is not None and scales_out is not None:
         scales_out[name] = fitted.scales
     new = fitted.weight_in(store_dtype)
@@ -89,6 +86,17 @@ def prune_layer(
         note=_note(recipe, usable, fitted.damping),
         scheme=scheme,
     )
+
+
+def _fit(
+    name: str, layer: nn.Linear, form: Form, statistics: Statistics | None, recipe: Recipe
+) -> Fitted:
+    """Give the weight of the layer its form; an error names the layer."""
+    weight, biased = layer.weight.detach(), layer.bias is not None
+    try:
+        return fit(name, weight, form, statistics, recipe, biased=biased)
+    except HopsparseError as error:
+        raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
 
 
 def _words(form: Form) -> tuple[str, str]:
