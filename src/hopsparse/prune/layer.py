@@ -55,9 +55,8 @@ def prune_layer(
         0.5
     """
     if not isinstance(layer, nn.Linear):
-        raise ArgumentError(
-            f"layer {name} is a {type(layer).__name__}", need="nn.Linear", hint="leave it out"
-        )
+        got = f"layer {name} is a {type(layer).__name__}"
+        raise ArgumentError(got, need="nn.Linear", hint="leave it out")
     shape = (layer.out_features, layer.in_features)
     form = recipe.form_of(name)
     pattern, scheme = _words(form)
@@ -65,13 +64,12 @@ def prune_layer(
         return LayerReport(name, shape, pattern, "dense", 1.0, 0.0, 0, None, 0.0, "kept dense")
     begin = time.perf_counter()
     usable = statistics if statistics is not None and statistics.tokens else None
-    old = layer.weight.detach()
     fitted = _fit(name, layer, form, usable, recipe)
     if fitted.scales is not None and scales_out is not None:
         scales_out[name] = fitted.scales
     new = fitted.weight_in(store_dtype)
     seconds = time.perf_counter() - begin
-    error_part = output_error(old, new, usable, name) if usable else None
+    lost = output_error(layer.weight.detach(), new, usable, name) if usable else None
     fitted.put(layer, new)
     return LayerReport(
         name=name,
@@ -79,7 +77,7 @@ def prune_layer(
         pattern=pattern,
         method=recipe.method if usable else "magnitude",
         density=float((new != 0).float().mean(dtype=torch.float64)),
-        output_error=error_part,
+        output_error=lost,
         tokens=usable.tokens if usable else 0,
         damping=fitted.damping,
         seconds=seconds,
