@@ -112,7 +112,7 @@ def run(options: Plan) -> None:
 
 
 def _check_early(options: Plan) -> None:
-    """What can be refused is refused before torch and the model are loaded."""
+    """What can be refused is refused before the model is read."""
     from ..errors import CheckpointError
     from ..plan import ModelPlan
 
