@@ -67,25 +67,33 @@ def test_keep_matches_full_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("entry", "value", "shown"),
     [
-        {"pattern": "4:2"},
-        {"method": "obd"},
-        {"refresh": "never"},
-        {"damping": 0.0},
-        {"damping": float("nan")},
-        {"damping": "0.01"},
-        {"block_size": 0},
-        {"block_size": True},
-        {"seed": -1},
-        {"keep": "lm_head"},
-        {"keep": [1]},
-        {"unknown": 1},
+        ("pattern", "4:2", "4:2"),
+        ("method", "obd", "method='obd'"),
+        ("refresh", "never", "refresh='never'"),
+        ("fit_to", "sideways", "fit_to='sideways'"),
+        ("search", "sideways", "search='sideways'"),
+        ("order", "sideways", "order='sideways'"),
+        ("scheme", "int5", "int5"),
+        ("forms", {"*": "2of4"}, "2of4"),
+        ("damping", 0.0, "damping=0.0"),
+        ("damping", -1.0, "damping=-1.0"),
+        ("damping", float("nan"), "damping=nan"),
+        ("damping", "0.01", "damping='0.01'"),
+        ("damping", "seek", "damping='seek'"),
+        ("block_size", 0, "block_size=0"),
+        ("block_size", True, "block_size=True"),
+        ("seed", -1, "seed=-1"),
+        ("keep", "lm_head", "keep='lm_head'"),
+        ("keep", [1], "keep=[1]"),
+        ("unknown", 1, "unknown"),
     ],
 )
-def test_what_means_nothing_is_refused(facts: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError):
-        Recipe.from_json(facts)
+def test_what_means_nothing_is_refused_and_shown(entry: str, value: Any, shown: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Recipe.from_json({entry: value})
+    assert shown in caught.value.got
 
 
 def test_report_is_plain_json() -> None:
