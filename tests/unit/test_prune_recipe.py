@@ -96,6 +96,13 @@ def test_what_means_nothing_is_refused_and_shown(entry: str, value: Any, shown: 
     assert shown in caught.value.got
 
 
+@pytest.mark.parametrize("entry", ["method", "refresh", "fit_to", "search", "order"])
+def test_the_usual_choice_is_what_to_try(entry: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Recipe.from_json({entry: "sideways"})
+    assert caught.value.hint == f"{entry}={Recipe().to_json()[entry]!r}"
+
+
 def test_report_is_plain_json() -> None:
     report = LayerReport("a", (2, 4), "2:4", "wanda", 0.5, None, 7, None, 0.1, "why")
     facts = json.loads(json.dumps(report.to_json()))

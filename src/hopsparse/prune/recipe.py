@@ -218,8 +218,9 @@ def _forms(value: object) -> dict[str, Form]:
 
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
+        usual = getattr(Recipe, what)
         raise ArgumentError(
-            f"{what}={value!r}", need="one of " + ", ".join(choices), hint=f"{what}={choices[-1]!r}"
+            f"{what}={value!r}", need="one of " + ", ".join(choices), hint=f"{what}={usual!r}"
         )
 
 
