@@ -204,6 +204,8 @@ def test_copy_extras(tmp_path: Path) -> None:
         "model.safetensors.index.json",
         "pytorch_model.bin.index.json",
         "report.json",
+        "recover.json",
+        "plan.json",
         "model.safetensors",
         "original/params.json",
         "original/consolidated.pth",
@@ -215,6 +217,7 @@ def test_copy_extras(tmp_path: Path) -> None:
     copy_extras(source, out)
     copied = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert copied == {
+        "plan.json",
         "tokenizer.json",
         "merges.txt",
         "chat_template.jinja",

@@ -8,8 +8,9 @@ import pytest
 
 from hopsparse.errors import ArgumentError, CheckpointError
 from hopsparse.models.budget import Problem, ratio_of, solve_within
+from hopsparse.models.pareto import Pareto, pareto_of, share_text
 from hopsparse.report.figures import NARROW, WIDE
-from hopsparse.report.pareto import Pareto, pareto_of, pareto_svg, save_pareto, share_text
+from hopsparse.report.pareto import pareto_svg, save_pareto
 from tests.unit.test_budget import FORMS, problem
 
 

@@ -22,6 +22,33 @@ def test_json_round_trip(pattern: str, method: str) -> None:
     assert str(again.parsed_pattern) == pattern
 
 
+def test_every_entry_survives_json() -> None:
+    recipe = Recipe(
+        "6:8",
+        "wanda",
+        keep=("lm_head",),
+        seed=3,
+        damping="search",
+        block_size=64,
+        refit=0,
+        refresh="group",
+        scheme="int4:32/fp8",
+        fit_to="input",
+        search="admm",
+        order="activation",
+        bias=False,
+        permute=True,
+        smooth=False,
+        forms={"*.0.*": "2:4+int8", "*": "dense"},
+    )
+    facts = recipe.to_json()
+    usual = Recipe().to_json()
+    assert [name for name in facts if facts[name] == usual[name]] == []
+    again = Recipe.from_json(json.loads(json.dumps(facts)))
+    assert again == recipe
+    assert list(again.forms) == ["*.0.*", "*"]
+
+
 def test_text_and_value_are_the_same_pattern() -> None:
     assert Recipe("2:4") == Recipe(NMPattern(2, 4))
 
@@ -40,25 +67,40 @@ def test_keep_matches_full_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("entry", "value", "shown"),
     [
-        {"pattern": "4:2"},
-        {"method": "obd"},
-        {"refresh": "never"},
-        {"damping": 0.0},
-        {"damping": float("nan")},
-        {"damping": "0.01"},
-        {"block_size": 0},
-        {"block_size": True},
-        {"seed": -1},
-        {"keep": "lm_head"},
-        {"keep": [1]},
-        {"unknown": 1},
+        ("pattern", "4:2", "4:2"),
+        ("method", "obd", "method='obd'"),
+        ("refresh", "never", "refresh='never'"),
+        ("fit_to", "sideways", "fit_to='sideways'"),
+        ("search", "sideways", "search='sideways'"),
+        ("order", "sideways", "order='sideways'"),
+        ("scheme", "int5", "int5"),
+        ("forms", {"*": "2of4"}, "2of4"),
+        ("damping", 0.0, "damping=0.0"),
+        ("damping", -1.0, "damping=-1.0"),
+        ("damping", float("nan"), "damping=nan"),
+        ("damping", "0.01", "damping='0.01'"),
+        ("damping", "seek", "damping='seek'"),
+        ("block_size", 0, "block_size=0"),
+        ("block_size", True, "block_size=True"),
+        ("seed", -1, "seed=-1"),
+        ("keep", "lm_head", "keep='lm_head'"),
+        ("keep", [1], "keep=[1]"),
+        ("unknown", 1, "unknown"),
     ],
 )
-def test_what_means_nothing_is_refused(facts: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError):
-        Recipe.from_json(facts)
+def test_what_means_nothing_is_refused_and_shown(entry: str, value: Any, shown: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Recipe.from_json({entry: value})
+    assert shown in caught.value.got
+
+
+@pytest.mark.parametrize("entry", ["method", "refresh", "fit_to", "search", "order"])
+def test_the_usual_choice_is_what_to_try(entry: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Recipe.from_json({entry: "sideways"})
+    assert caught.value.hint == f"{entry}={Recipe().to_json()[entry]!r}"
 
 
 def test_report_is_plain_json() -> None:

@@ -10,8 +10,8 @@ import pytest
 import hopsparse.report as report_module
 from hopsparse.errors import ArgumentError, CheckpointError, UnsupportedError
 from hopsparse.models.budget import solve_within
+from hopsparse.models.pareto import pareto_of
 from hopsparse.report import check_extras, predict_layers, write_report
-from hopsparse.report.pareto import pareto_of
 from tests.helpers.report_dict import example_report
 from tests.unit.test_budget import problem
 

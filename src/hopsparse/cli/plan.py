@@ -14,9 +14,9 @@ from .options import INTERRUPTED_EXIT, command
 
 if TYPE_CHECKING:
     from ..models.budget import Problem
+    from ..models.pareto import Pareto, ParetoPoint
     from ..models.sensitivity import Sensitivity
     from ..plan import ModelPlan
-    from ..report.pareto import Pareto, ParetoPoint
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def run(options: Plan) -> None:
         stderr().print(told, markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED_EXIT) from None
     from ..models.budget import solve_within
-    from ..report.pareto import pareto_of, save_pareto
+    from ..models.pareto import pareto_of
+    from ..report.pareto import save_pareto
 
     problem = _problem(options, sensitivity)
     plan, solution = solve_within(problem, options.quality_budget, options.scale)
@@ -111,7 +112,7 @@ def run(options: Plan) -> None:
 
 
 def _check_early(options: Plan) -> None:
-    """What can be refused is refused before torch and the model are loaded."""
+    """What can be refused is refused before the model is read."""
     from ..errors import CheckpointError
     from ..plan import ModelPlan
 
@@ -234,7 +235,7 @@ _GAINS = {"time": "speed", "floor": "floor speed", "bytes": "smaller"}
 
 
 def _cells(point: ParetoPoint, objective: str) -> list[str]:
-    from ..report.pareto import share_text
+    from ..models.pareto import share_text
 
     step = "" if objective == "bytes" else time_text(point.value)
     ratio = f"{point.ratio:.3f}x" if point.ratio < 1000 else "> 1000x"

@@ -170,7 +170,9 @@ def _is_first() -> bool:
 def _print_interrupted(options: Recover) -> None:
     if not _is_first():
         return
-    partial = options.out.parent / (options.out.name + ".partial")
+    from ..models.checkpoint import partial_of
+
+    partial = partial_of(options.out)
     print_interrupted(options.out, f"the state is in {partial}" if partial.exists() else None)
 
 

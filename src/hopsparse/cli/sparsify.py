@@ -98,8 +98,10 @@ def _sparsify(
 
 
 def _print_interrupted(options: Sparsify) -> None:
-    costs = options.out.with_name(f"{options.out.name}.costs.json")
-    partial = options.out.parent / (options.out.name + ".partial")
+    from ..models.checkpoint import partial_of
+    from ..models.quality_budget import costs_path
+
+    costs, partial = costs_path(options.out), partial_of(options.out)
     kept = None
     if partial.exists():
         kept = f"finished blocks are in {partial}"

@@ -101,7 +101,8 @@ class Method:
 
     method: Annotated[str, typer.Option(help="magnitude, wanda or sparsegpt.")] = "sparsegpt"
     search: Annotated[
-        str, typer.Option(help="SparseGPT: greedy, or admm: better, and about twice the time.")
+        str,
+        typer.Option(help="SparseGPT: greedy, or admm: better, in about half as much time again."),
     ] = "greedy"
     fit_to: Annotated[
         str,

@@ -15,12 +15,16 @@ from ._base import Attribute, PartSpec, SparseMatrix, check_shape, row_slices
 from ._kinds import FORMATS, format_named
 from .scheme import Scheme, parse_scheme
 
-_CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
 _LOGICAL = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 _DAMAGED = "restore the file, or quantise the weight again"
+
+
+def code_dtype(scheme: Scheme) -> torch.dtype:
+    """What codes are held in: 4-bit ones as int8, until they are packed two a byte."""
+    return torch.float8_e4m3fn if scheme.weights == "fp8" else torch.int8
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
@@ -84,10 +88,10 @@ class Quantized(SparseMatrix):
             >>> w.to_dense()
             tensor([[ 1.5000,  0.0000,  0.0000, -2.0000]])
         """
-        if codes.dtype != _CODE_DTYPES[scheme.weights]:
+        if codes.dtype != code_dtype(scheme):
             raise FormatError(
                 f"codes of {codes.dtype} under {scheme}",
-                need=f"{_CODE_DTYPES[scheme.weights]}",
+                need=f"{code_dtype(scheme)}",
                 hint="hopsparse.quant.quantize_matrix(weight, form)",
             )
         parts = codes.parts()
@@ -199,7 +203,7 @@ class Quantized(SparseMatrix):
                 hint=_DAMAGED,
             )
         kind = format_named(token)
-        specs = kind.part_specs(shape, _CODE_DTYPES[scheme.weights], facts)
+        specs = kind.part_specs(shape, code_dtype(scheme), facts)
         if scheme.bits == 4:
             for part in kind.VALUE_PARTS:
                 specs[part] = ((-(-prod(specs[part][0]) // 2),), torch.uint8)

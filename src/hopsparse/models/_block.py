@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import CalibrationError
 from ..formats import Form, Quantized, SparseMatrix
 from ..prune import Activations, LayerReport, Recipe, prune_block, quiet, trace_groups
+from ..prune.activations import call
 from ..quant import Rounding, measure_scales, quantize_matrix, rounded_inputs, store_matrix
 from ._family import Family
 from ._files import read_tensors
@@ -66,8 +68,7 @@ def prune_path(
     groups = [[name] for name in names]
     if activations is not None and len(activations) > 1:
         # Several windows: each group is one more forward, so layers that share an input share it.
-        hidden, args, kwargs = activations.hidden[0], activations.args[0], activations.kwargs[0]
-        groups = trace_groups(block, names, lambda: block(hidden.clone(), *args, **kwargs))
+        groups = trace_groups(block, names, partial(call, block, activations, 0))
     if activations is not None:
         prepare(block, path, activations, recipe, family)
     layers = {prefix + name: block.get_submodule(name) for name in names}
@@ -153,8 +154,5 @@ def _input_rounding(
 
 def _run(block: nn.Module, activations: Activations) -> None:
     with quiet(block):
-        for hidden, args, kwargs in zip(
-            activations.hidden, activations.args, activations.kwargs, strict=True
-        ):
-            # A block may add to its input in place.
-            block(hidden.clone(), *args, **kwargs)
+        for index in range(len(activations)):
+            call(block, activations, index)

@@ -26,12 +26,22 @@ STATE_NAME = "run-state.json"
 _AGAIN = "free some space and run the same command again"
 # Tokenizers, chat templates and generation settings.
 _EXTRA_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-# Written anew for every checkpoint, or about one alone.
-_NOT_EXTRA = {"config.json", "report.json", STATE_NAME}
+# Written anew for every checkpoint, or about one alone. A plan is about forms, which stay.
+_NOT_EXTRA = {"config.json", "report.json", "recover.json", STATE_NAME}
 # Of the folders beside them only those count that hold nothing but small text files, such as
 # additional_chat_templates.
 _TEXT_SUFFIXES = {".json", ".txt", ".jinja"}
 _TEXT_BYTES = 1 << 20
+
+
+def partial_of(out: Path) -> Path:
+    """The folder in which OUT is made until it is complete.
+
+    Example:
+        >>> print(partial_of(Path("models/small")))
+        models/small.partial
+    """
+    return out.parent / (out.name + ".partial")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], no_room: str = _AGAIN) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArgumentError
-from ..formats import Form, Unstructured, parse_form
+from ..formats import Form, parse_form
 from ..plan import ModelPlan
 from ..prune import Activations, Recipe
 from ..version import __version__
@@ -27,7 +27,7 @@ from ._summary import (
 )
 from .checkpoint import CheckpointWriter
 from .options import Progress, ProgressCallback, SparsifyOptions, StepClock
-from .rules import Selection, family_blocks, family_of, select
+from .rules import FITS_ALL, Selection, family_blocks, family_of, select
 from .samples import generate_pair
 from .source import WeightSource, open_source, skeleton
 from .text import Texts
@@ -39,8 +39,6 @@ REPORT_NAME = "report.json"
 PLAN_NAME = "plan.json"
 # Samples hold the whole model in float32: only where that is 4 GB or less.
 _SAMPLES_MAX_PARAMETERS = 1_000_000_000
-# It fits every shape, so only what belongs to the layer itself keeps a layer out of a plan.
-_FITS_ALL = Unstructured(0.5)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Job:
         blocks = family_blocks(family, network)
         plan = None
         if options.plan is not None:
-            known = select(network, blocks, Recipe(_FITS_ALL)).eligible
+            known = select(network, blocks, Recipe(FITS_ALL)).eligible
             plan = ModelPlan.read(options.plan, [n for names in known.values() for n in names])
             recipe = replace(recipe, forms=plan.forms())
         selection = select(network, blocks, recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,22 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..formats import Form, Pattern, Unstructured, parse_form
+from ..formats import Form, Pattern, parse_form
 from ..measure import Decoder
 from ..prune import Recipe
 from ..version import __version__
 from ._family import Family
-from .rules import Selection, family_blocks, family_of, select
+from .rules import FITS_ALL, Selection, family_blocks, family_of, select
 from .source import WeightSource, open_source, skeleton
-from .text import CALIBRATION, bundled_text, random_windows, read_text
+from .text import CALIBRATION, bundled_text, random_windows, read_text, windows_digest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from .sensitivity import SensitivityOptions
-
-# It fits every shape, so only what belongs to the layer itself keeps a layer dense.
-_FITS_ALL = Unstructured(0.5)
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Subject:
         family = family_of(source.config.model_type)
         network = skeleton(source)
         paths = family_blocks(family, network)
-        selection = select(network, paths, Recipe(_FITS_ALL, keep=recipe.keep))
+        selection = select(network, paths, Recipe(FITS_ALL, keep=recipe.keep))
         text = read_text(options.calibration) if options.calibration else bundled_text(CALIBRATION)
         windows = random_windows(
             text, source.tokenizer(), options.windows, options.window_tokens, recipe.seed
@@ -89,9 +85,6 @@ class Subject:
 
     def identity(self, recipe: Recipe, options: SensitivityOptions) -> dict[str, Any]:
         """What measured costs belong to."""
-        digest = hashlib.sha256()
-        for window in self.windows:
-            digest.update(repr(window.tolist()).encode())
         chosen = recipe.to_json()
         return {
             "model": self.source.identity(),
@@ -100,7 +93,7 @@ class Subject:
                 for key, value in chosen.items()
                 if key not in ("pattern", "scheme", "forms", "keep")
             },
-            "calibration": digest.hexdigest(),
+            "calibration": windows_digest(self.windows),
             "fisher_windows": options.fisher_windows,
             "additive": options.additive,
             "software": f"hopsparse {__version__}, torch {torch.__version__}",

@@ -24,6 +24,7 @@ from ._files import (
     exclusive,
     held_elsewhere,
     is_held,
+    partial_of,
     read_json,
     sha256,
     write_json,
@@ -65,7 +66,7 @@ class CheckpointWriter:
         resumable: bool = True,
     ) -> None:
         self.out = Path(out)
-        self.partial = self.out.parent / (self.out.name + ".partial")
+        self.partial = partial_of(self.out)
         self._overwrite = overwrite
         self._resume = resume
         self._resumable = resumable

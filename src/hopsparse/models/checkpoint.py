@@ -22,6 +22,7 @@ from ._entries import ModuleEntry as ModuleEntry
 from ._entries import SparseConfig as SparseConfig
 from ._entries import quantization_of
 from ._files import INDEX_NAME as INDEX_NAME
+from ._files import partial_of as partial_of
 from ._files import read_json
 from ._writer import CheckpointWriter as CheckpointWriter
 from ._writer import StagedWriter as StagedWriter

@@ -34,7 +34,7 @@ from ..recover import (
 )
 from ..version import __version__
 from ._entries import ModuleEntry, SparseConfig
-from ._files import sha256
+from ._files import partial_of, sha256
 from ._judge import Judge, before_and_after
 from ._layers import require_sparse
 from ._prune_job import REPORT_NAME
@@ -180,7 +180,7 @@ class _Job:
         judge = Judge(box[0], layout, self.evaluation if machine.is_main else {})
         progress(Progress("evaluate", 0, 1, "before", None))
         before = judge(self.student)
-        file = StateFile(out.parent / f"{out.name}.partial" / STATE_FILE, self._identity())
+        file = StateFile(partial_of(out) / STATE_FILE, self._identity())
         began = time.monotonic()
         done = recover(
             self.student,

@@ -11,13 +11,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import BlockPattern, Form, NMPattern
+from ..formats import BlockPattern, Form, NMPattern, Unstructured
 from ..nn import Pointwise
 from ..prune import Recipe
 from . import llama, qwen
 from ._family import Family
 
 FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen.FAMILY)
+
+#: It fits every shape, so only what belongs to the layer itself keeps a layer out of a plan.
+FITS_ALL = Unstructured(0.5)
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

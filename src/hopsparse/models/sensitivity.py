@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, CalibrationError
 from ..formats import Form, parse_form
 from ..prune import Activations, Gatherer, Recipe, Statistics, advance, prune_layer
+from ..prune.activations import call
+from ..prune.hooks import layer_input
 from ..prune.layer import new_statistics
 from ..quant.inputs import InputPeak, round_inputs
 from ._fisher import BlockLoader, Sample, layer_samples, run_back
@@ -243,7 +246,7 @@ def gather(
 
     def look(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            peaks.setdefault(name, InputPeak()).add(args[0] if args else kwargs["input"])
+            peaks.setdefault(name, InputPeak()).add(layer_input(args, kwargs))
 
         return hook
 
@@ -254,10 +257,8 @@ def gather(
     ]
     try:
         with torch.no_grad(), Gatherer(layers, lambda x: new_statistics(x, recipe)) as gatherer:
-            for hidden, args, kwargs in zip(
-                activations.hidden, activations.args, activations.kwargs, strict=True
-            ):
-                gatherer.run(lambda h=hidden, a=args, k=kwargs: block(h.clone(), *a, **k))  # type: ignore[misc]
+            for index in range(len(activations)):
+                gatherer.run(partial(call, block, activations, index))
     finally:
         for handle in handles:
             handle.remove()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..formats import Unstructured
 from ..prune import Recipe
 from ..recover import RecoverOptions, open_machine
 from ._files import read_json, write_json
@@ -25,6 +24,7 @@ from .options import Progress, ProgressCallback, SparsifyOptions
 from .quality_budget import QualityBudget, Search
 from .recover import RECOVER_REPORT, recover_checkpoint
 from .recover_texts import RecoverTexts, cut_texts
+from .rules import FITS_ALL
 from .samples import compare_samples
 
 _PRUNED, _RECOVERED = "pruned", "recovered"
@@ -78,7 +78,7 @@ def plan_and_sparsify(
             hint="one of the two",
         )
     # Every pattern may be among the forms: what fits none of them is sorted out by the search.
-    free = replace(recipe, pattern=Unstructured(0.5), scheme=None, forms={})
+    free = replace(recipe, pattern=FITS_ALL, scheme=None, forms={})
     job = Job.of(model, free, options)
     words = budget.command_words()
     run = _Run(model, Path(out), job, recover_steps, words, progress)

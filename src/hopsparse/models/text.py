@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -93,6 +94,14 @@ def leading_windows(
     return [_window(ids, index * tokens, tokens) for index in range(count)]
 
 
+def windows_digest(windows: Iterable[Tensor]) -> str:
+    """SHA-256 of token windows, in their order."""
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(repr(window.tolist()).encode())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class Texts:
     """The windows of a run.
@@ -129,10 +138,7 @@ class Texts:
 
     def digest(self) -> str:
         """SHA-256 of the calibration windows."""
-        digest = hashlib.sha256()
-        for window in self.calibration:
-            digest.update(repr(window.tolist()).encode())
-        return digest.hexdigest()
+        return windows_digest(self.calibration)
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse token ids that a model has no embedding for.

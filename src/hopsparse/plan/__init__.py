@@ -1,4 +1,7 @@
-"""What will run, as pure values: which GPU, and which form each layer. Standard library only."""
+"""What will run, as pure values: which GPU, and which form each layer.
+
+Importing it needs the standard library alone; a `ModelPlan` reads its forms by `hopsparse.formats`.
+"""
 
 from .model_plan import OBJECTIVES, ModelPlan
 from .solve import Front, Option, Point, Solution, solve

@@ -110,7 +110,9 @@ def advance(block: nn.Module, activations: Activations) -> None:
             store(activations, index, call(block, activations, index, copy=False))
 
 
-def call(block: nn.Module, activations: Activations, index: int, *, copy: bool = True) -> Any:
+def call(
+    block: Callable[..., Any], activations: Activations, index: int, *, copy: bool = True
+) -> Any:
     """Call `block` as it was called for window `index`.
 
     A block may add to its input in place; with `copy` the next call still sees the original.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
 from ..formats.scheme import Form
-from .fit import DAMPINGS, fit, output_error
+from .fit import DAMPINGS, Fitted, fit, output_error
 from .recipe import LayerReport, Recipe
 from .statistics import Statistics
 
@@ -55,9 +55,8 @@ def prune_layer(
         0.5
     """
     if not isinstance(layer, nn.Linear):
-        raise ArgumentError(
-            f"layer {name} is a {type(layer).__name__}", need="nn.Linear", hint="leave it out"
-        )
+        got = f"layer {name} is a {type(layer).__name__}"
+        raise ArgumentError(got, need="nn.Linear", hint="leave it out")
     shape = (layer.out_features, layer.in_features)
     form = recipe.form_of(name)
     pattern, scheme = _words(form)
@@ -65,23 +64,37 @@ def prune_layer(
         return LayerReport(name, shape, pattern, "dense", 1.0, 0.0, 0, None, 0.0, "kept dense")
     begin = time.perf_counter()
     usable = statistics if statistics is not None and statistics.tokens else None
-    old = layer.weight.detach()
-    try:
-        fitted = fit(name, old, form, usable, recipe, biased=layer.bias is not None)
-    except HopsparseError as error:
-        raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
+    fitted = _fit(name, layer, form, usable, recipe)
     if fitted.scales is not None and scales_out is not None:
         scales_out[name] = fitted.scales
     new = fitted.weight_in(store_dtype)
     seconds = time.perf_counter() - begin
-    error_part = output_error(old, new, usable, name) if usable else None
+    lost = output_error(layer.weight.detach(), new, usable, name) if usable else None
     fitted.put(layer, new)
-    method = recipe.method if usable else "magnitude"
-    density = float((new != 0).float().mean(dtype=torch.float64))
-    tokens = usable.tokens if usable else 0
-    used = fitted.damping
-    said = (error_part, tokens, used, seconds, _note(recipe, usable, used), scheme)
-    return LayerReport(name, shape, pattern, method, density, *said)
+    return LayerReport(
+        name=name,
+        shape=shape,
+        pattern=pattern,
+        method=recipe.method if usable else "magnitude",
+        density=float((new != 0).float().mean(dtype=torch.float64)),
+        output_error=lost,
+        tokens=usable.tokens if usable else 0,
+        damping=fitted.damping,
+        seconds=seconds,
+        note=_note(recipe, usable, fitted.damping),
+        scheme=scheme,
+    )
+
+
+def _fit(
+    name: str, layer: nn.Linear, form: Form, statistics: Statistics | None, recipe: Recipe
+) -> Fitted:
+    """Give the weight of the layer its form; an error names the layer."""
+    weight, biased = layer.weight.detach(), layer.bias is not None
+    try:
+        return fit(name, weight, form, statistics, recipe, biased=biased)
+    except HopsparseError as error:
+        raise type(error)(f"layer {name}: {error.got}", need=error.need, hint=error.hint) from None
 
 
 def _words(form: Form) -> tuple[str, str]:

@@ -41,7 +41,8 @@ class Recipe:
             stream has lost so far, where the family of the model says which layers add to it, else
             as `input`; `auto`: `residual`.
         search: SparseGPT only: `greedy`: column by column, as published; `admm`: all weights of a
-            layer together, after ALPS (arXiv:2406.07831): better, and about twice the time.
+            layer together, after ALPS (arXiv:2406.07831): lower error, in about half as much
+            time again.
         order: SparseGPT with search `greedy`: `natural`, or `activation`: groups of columns with
             strong inputs first.
         bias: SparseGPT only: let the bias of a layer that has one take up the mean of its error.
@@ -175,7 +176,8 @@ class LayerReport:
         pattern: The pattern asked for, as text; "dense" where all entries may stay.
         method: The method that ran: `magnitude` where statistics were missing, `dense` if kept.
         density: Part of the entries that the pattern keeps and that are not zero.
-        output_error: ‖X (W - W')ᵀ‖_F / ‖X Wᵀ‖_F over the calibration tokens; None if not measured.
+        output_error: ‖Y - X W'ᵀ‖_F / ‖Y‖_F over the calibration tokens, for the target Y that the
+            layer was fitted to (`Recipe.fit_to`); None if not measured.
         tokens: Calibration tokens that reached the layer.
         damping: The damping that SparseGPT used in the end; None for other methods.
         seconds: Time to prune the layer, statistics excluded.
@@ -216,8 +218,9 @@ def _forms(value: object) -> dict[str, Form]:
 
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
+        usual = getattr(Recipe, what)
         raise ArgumentError(
-            f"{what}={value!r}", need="one of " + ", ".join(choices), hint=f"{what}={choices[-1]!r}"
+            f"{what}={value!r}", need="one of " + ", ".join(choices), hint=f"{what}={usual!r}"
         )
 
 

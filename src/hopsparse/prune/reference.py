@@ -112,8 +112,8 @@ class _Watch:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        watched = [name for name in self._names if name in self._residual]
-        self._handles = watch_residuals(self._block, self._residual, watched, self._residuals)
+        watched = {name: self._residual[name] for name in self._names if name in self._residual}
+        self._handles = watch_residuals(self._block, watched, self._residuals)
         for name in self._names:
             layer = self._block.get_submodule(name)
             before = self._before(name)
@@ -162,13 +162,19 @@ class _Watch:
 
 
 def watch_residuals(
-    block: nn.Module, residual: Mapping[str, str], names: Iterable[str], into: dict[str, Tensor]
+    block: nn.Module, residual: Mapping[str, str], into: dict[str, Tensor]
 ) -> list[Any]:
-    """While the handles live, `into[layer]` is the residual stream that the layer will add to."""
+    """While the handles live, `into[layer]` is the residual stream that the layer will add to.
+
+    Args:
+        block: Where layers and modules are.
+        residual: Layer -> module whose input is that stream.
+        into: Filled while the block runs.
+    """
     handles = []
-    for name in names:
-        module = block.get_submodule(residual[name])
+    for name, path in residual.items():
         keep = partial(_keep, into, name)
+        module = block.get_submodule(path)
         handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     return handles
 

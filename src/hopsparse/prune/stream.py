@@ -215,9 +215,7 @@ class _Targets:
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        self._handles = watch_residuals(
-            self._work.block, self._residual, self._residual, self._streams
-        )
+        self._handles = watch_residuals(self._work.block, self._residual, self._streams)
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:

@@ -2,6 +2,7 @@
 
 from .fake import fake_inputs as fake_inputs
 from .fake import fake_weight as fake_weight
+from .grid import code_dtype as code_dtype
 from .grid import expand_scales as expand_scales
 from .grid import groups_of as groups_of
 from .grid import round_to as round_to

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..formats.quantized import code_dtype as code_dtype
 from ..formats.quantized import groups_of as groups_of
 from ..formats.quantized import scale_dtype as scale_dtype
 from ..formats.scheme import Scheme

@@ -17,7 +17,7 @@ from ..formats import (
     parse_form,
     storage_for,
 )
-from .grid import expand_scales, scale_dtype, to_codes, weight_scales
+from .grid import code_dtype, expand_scales, scale_dtype, to_codes, weight_scales
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,8 +93,7 @@ def quantize_matrix(
             hint="weight_scales(weight, scheme)",
         )
     codes = to_codes(weight, expand_scales(stored, weight.shape[1], scheme), scheme.weights)
-    codes = codes.to(torch.float8_e4m3fn if scheme.weights == "fp8" else torch.int8)
-    matrix = store_matrix(codes, form.pattern)
+    matrix = store_matrix(codes.to(code_dtype(scheme)), form.pattern)
     if input_scale is not None:
         input_scale = input_scale.detach().to(weight.device)
     return Quantized.of(matrix, stored, scheme, dtype or weight.dtype, input_scale)

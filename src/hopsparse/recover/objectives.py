@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..prune import Activations, quiet
+from ..prune.activations import call
 from .capture import Head, Layout, Streams, UpToHead
 from .logit_loss import logit_loss
 from .machine import Machine
@@ -140,10 +141,7 @@ class OneBlock:
         return self._targets[index]
 
     def _call(self, run: Callable[..., Any], index: int) -> Tensor:
-        inputs = self._inputs
-        # A block may add to its input in place; the next call must still see the original.
-        hidden = inputs.hidden[index].clone()
-        found: Tensor = run(hidden, *inputs.args[index], **inputs.kwargs[index])
+        found: Tensor = call(run, self._inputs, index)
         return found
 
 

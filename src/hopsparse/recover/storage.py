@@ -19,9 +19,7 @@ from ..formats import (
     format_named,
     parse_pattern,
 )
-from ..quant import expand_scales, scale_dtype, to_codes, weight_scales
-
-_CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
+from ..quant import code_dtype, expand_scales, scale_dtype, to_codes, weight_scales
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,18 @@ class Storage:
         found = parse_pattern(str(self.attributes["pattern"])) if self.fmt == NM.name else None
         return found if isinstance(found, NMPattern) else None
 
-    def pack(self, weight: Tensor, scales: Tensor | None = None) -> SparseMatrix:
-        """Store `weight` [out, k] as this says.
+    def pack(self, weight: Tensor) -> SparseMatrix:
+        """Store `weight` [out, k], which has the zeros that the format asks for.
 
-        Args:
-            weight: With the zeros that the format asks for.
-            scales: Of a quantized weight; those of `weight_scales` when None.
+        A quantized weight gets the scales of `weight_scales`.
         """
         if self.scheme is None:
             return self._pack(weight.to(self.dtype))
-        if scales is None:
-            scales = weight_scales(weight, self.scheme)
+        scales = weight_scales(weight, self.scheme)
         spread = expand_scales(scales, weight.shape[1], self.scheme)
         codes = to_codes(weight, spread, self.scheme.weights)
         return Quantized.of(
-            self._pack(codes.to(_CODE_DTYPES[self.scheme.weights])),
+            self._pack(codes.to(code_dtype(self.scheme))),
             scales.to(scale_dtype(self.scheme)),
             self.scheme,
             self.dtype,

@@ -9,9 +9,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..models.pareto import Pareto, share_text
 from ..units import bytes_text, duration_text, time_text
 from .figures import NARROW, PAIR, PALETTE, TIMES, WIDE, LayerError, error_bars, predicted_bars
-from .pareto import Pareto, pareto_svg, share_text
+from .pareto import pareto_svg
 from .predicted import TOKENS, LayerTimes, Predicted
 from .recovery import curve_svg, loss_text, recovery_facts, recovery_rows, stages_of
 

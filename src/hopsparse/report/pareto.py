@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..files import written_whole
-from ..models.pareto import MILESTONES as MILESTONES
-from ..models.pareto import Pareto as Pareto
-from ..models.pareto import ParetoPoint as ParetoPoint
-from ..models.pareto import pareto_of as pareto_of
-from ..models.pareto import share_text as share_text
+from ..models.pareto import Pareto, ParetoPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,23 @@
+"""Every option of a command is on the page that documents the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from hopsparse.cli import app
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"evaluate": "evaluate.md", "compare": "evaluate.md", "recover": "recover.md"}
+GROUP: Any = typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("name", sorted(GROUP.commands))
+def test_every_option_is_documented(name: str) -> None:
+    options = [each.opts[-1] for each in GROUP.commands[name].params if each.opts[0][0] == "-"]
+    assert "--json" in options
+    text = (DOCS / PAGES.get(name, "cli.md")).read_text(encoding="utf-8")
+    assert [option for option in options if f"`{option}" not in text] == []
