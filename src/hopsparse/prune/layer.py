@@ -43,7 +43,8 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
-        store_dtype: Round the new weight to what this dtype holds, unless a scheme has a grid.
+        store_dtype: Round the new weight to what this dtype holds, unless a scheme has a grid, and
+            the bias.
         scales_out: Where the form has a scheme, its scales [out, groups] go to `scales_out[name]`.
 
     Raises:
@@ -76,6 +77,9 @@ def prune_layer(
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable, name) if usable else None
     fitted.put(layer, new)
+    if store_dtype is not None and layer.bias is not None:
+        # Corrected in float32: what runs is what is stored.
+        layer.bias.data = layer.bias.detach().to(store_dtype).to(layer.bias.dtype)
     method = recipe.method if usable else "magnitude"
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
