@@ -112,7 +112,7 @@ def test_a_taker_that_stays_dense_moves_nothing() -> None:
 
 
 def test_a_taker_that_the_pattern_does_not_fit_moves_nothing() -> None:
-    """The MLP is 50 wide, so that 2:4 leaves down as it is; heads of 8 are permuted all the same."""
+    """The MLP is 50 wide, so that 2:4 leaves down as it is; heads of 8 are permuted."""
     config = LlamaConfig(**SIZES | {"intermediate_size": 50})
     model = LlamaForCausalLM(config).eval()
     before = copy.deepcopy(model.state_dict())
