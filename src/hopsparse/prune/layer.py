@@ -43,8 +43,7 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
-        store_dtype: Round the new weight to what this dtype holds, unless a scheme has a grid, and
-            the bias.
+        store_dtype: Round the new weight (unless a scheme has a grid) and bias to what this holds.
         scales_out: Where the form has a scheme, its scales [out, groups] go to `scales_out[name]`.
 
     Raises:
@@ -77,15 +76,19 @@ def prune_layer(
     seconds = time.perf_counter() - begin
     error_part = output_error(old, new, usable, name) if usable else None
     fitted.put(layer, new)
-    if store_dtype is not None and layer.bias is not None:
-        # Corrected in float32: what runs is what is stored.
-        layer.bias.data = layer.bias.detach().to(store_dtype).to(layer.bias.dtype)
+    _round_bias(layer, store_dtype)
     method = recipe.method if usable else "magnitude"
     density = float((new != 0).float().mean(dtype=torch.float64))
     tokens = usable.tokens if usable else 0
     used = fitted.damping
     said = (error_part, tokens, used, seconds, _note(recipe, usable, used), scheme)
     return LayerReport(name, shape, pattern, method, density, *said)
+
+
+def _round_bias(layer: nn.Linear, store_dtype: torch.dtype | None) -> None:
+    """Corrected in another dtype: what runs is what is stored."""
+    if store_dtype is not None and layer.bias is not None:
+        layer.bias.data = layer.bias.detach().to(store_dtype).to(layer.bias.dtype)
 
 
 def _words(form: Form) -> tuple[str, str]:
