@@ -59,7 +59,9 @@ def permute_block(
     for channels in family.channels:
         pattern = recipe.form_of(f"{path}.{channels.taker}").pattern
         layers = [block.get_submodule(name) for name in (*channels.makers, channels.taker)]
-        if isinstance(pattern, NMPattern) and all(isinstance(layer, nn.Linear) for layer in layers):
+        linear = all(isinstance(layer, nn.Linear) for layer in layers)
+        # A taker that the pattern does not fit stays dense.
+        if linear and isinstance(pattern, NMPattern) and not _width(layers[-1]) % pattern.m:
             wanted[channels.taker] = (channels, pattern)
     squares: dict[str, Tensor] = {}
 
@@ -75,6 +77,10 @@ def permute_block(
         before, after = _permute(block, channels, pattern, squares[taker])
         done.append(Permuted(f"{path}.{taker}", before, after))
     return done
+
+
+def _width(layer: nn.Module) -> int:
+    return cast(nn.Linear, layer).in_features
 
 
 def _permute(
