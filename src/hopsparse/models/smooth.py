@@ -3,8 +3,9 @@
 A channel that is large in every token makes the step of its token's grid coarse for all others. It
 is divided by a number where it is made, and the weights that take it are multiplied by the same
 (SmoothQuant, Xiao et al., arXiv:2211.10438). The numbers here are powers of two, so the model
-computes the same to the last bit, in any floating dtype, before anything is rounded. How much of
-the range moves is chosen for each input: what rounds it and its weights to the least error.
+computes the same to the last bit before anything is rounded, short of what float16 cannot hold.
+How much of the range moves is chosen for each input: what rounds it and its weights to the least
+error.
 """
 
 from __future__ import annotations
