@@ -140,3 +140,18 @@ def test_dense_models_have_nothing_to_recover(run: Run, dense_model: Path, tmp_p
     result = run("recover", dense_model, "-o", tmp_path / "out", "--teacher", dense_model)
     assert result.exit_code == 2
     assert "is a dense checkpoint" in result.stderr
+
+
+@pytest.mark.parametrize("key", ["bytes", "seconds", "command", "layers", "peak_memory_bytes"])
+def test_a_damaged_report_is_refused_before_training(
+    run: Run, command: tuple[object, ...], damaged: Path, tmp_path: Path, key: str
+) -> None:
+    path = damaged / "report.json"
+    report = json.loads(path.read_text())
+    report[key] = None
+    path.write_text(json.dumps(report))
+    result = run(command[0], damaged, *command[2:], "--steps", "2")
+    assert result.exit_code == 2, result.output
+    assert f"report.json is damaged: {key}" in result.stderr
+    assert "loss" not in result.stderr
+    assert not (tmp_path / "out").exists()

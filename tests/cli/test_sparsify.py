@@ -14,6 +14,7 @@ import pytest
 
 import hopsparse.report
 from hopsparse.cli import sparsify
+from hopsparse.cli.console import print_json
 from tests.cli.conftest import SMALL, Run, start
 
 
@@ -141,6 +142,21 @@ def test_existing_output_is_refused_and_kept(run: Run, dense_model: Path, tmp_pa
 def test_json_errors_are_json(run_json: Callable[..., Any], tmp_path: Path) -> None:
     found = run_json("sparsify", tmp_path / "nowhere", "-o", tmp_path / "out", exit_code=2)
     assert set(found["error"]) == {"kind", "got", "need", "try"}
+
+
+@pytest.mark.parametrize("command", ["sparsify", "plan"])
+def test_a_name_that_is_too_long_is_refused(
+    run_json: Callable[..., Any], dense_model: Path, text_file: Path, tmp_path: Path, command: str
+) -> None:
+    words = ("--calibration", text_file, "--windows", "2", "--window-tokens", "32")
+    error = run_json(command, dense_model, "-o", tmp_path / ("a" * 252), *words, exit_code=2)
+    assert "File name too long" in error["error"]["got"]
+
+
+def test_json_has_null_where_a_number_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"perplexity": float("inf"), "rows": [float("nan"), 1.5, (2,)], "ok": True})
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"perplexity": None, "rows": [None, 1.5, [2]], "ok": True}
 
 
 def test_missing_report_extra_is_found_before_any_work(

@@ -120,3 +120,18 @@ def test_a_taker_that_stays_dense_moves_nothing() -> None:
     family = family_of("llama")
     permute_block(model.model.layers[0], "model.layers.0", inner, recipe, family)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_taker_that_the_pattern_does_not_fit_moves_nothing() -> None:
+    """The MLP is 50 wide, so that 2:4 leaves down as it is; heads of 8 are permuted."""
+    config = LlamaConfig(**SIZES | {"intermediate_size": 50})
+    model = LlamaForCausalLM(config).eval()
+    before = copy.deepcopy(model.state_dict())
+    inner = capture_inputs(lambda w: model(w, use_cache=False), model.model.layers[0], windows())
+    family, path = family_of("llama"), "model.layers.0"
+    permute_block(model.model.layers[0], path, inner, Recipe("2:4"), family)
+    assert not torch.equal(
+        model.state_dict()[f"{path}.self_attn.o_proj.weight"],
+        before[f"{path}.self_attn.o_proj.weight"],
+    )
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items() if ".mlp." in n)

@@ -311,6 +311,8 @@ def test_costs_of_another_run_are_refused(
         lambda facts: facts["layers"][OUT].update(costs={"2of4": 1.0}),
         lambda facts: facts["layers"][OUT].update(costs={"2:4": -1.0}),
         lambda facts: facts["layers"][OUT].update(costs={"2:4": float("nan")}),
+        lambda facts: facts["layers"][OUT].update(costs={"2:4": 10**400}),
+        lambda facts: facts["layers"][OUT].update(shape=[-32, 0]),
         lambda facts: facts["layers"][OUT].pop("note"),
         lambda facts: facts["layers"][OUT].update(together={"2:4": 0.1}),
         lambda facts: facts["layers"][OUT].update(together={"6:8": -0.1}),
@@ -329,6 +331,17 @@ def test_a_damaged_file_is_refused(
     path.write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match="damaged"):
         measure_sensitivity(str(folder), Recipe(), ("6:8",), options=options, path=path)
+
+
+@pytest.mark.parametrize("stored", ["", "[]", '{"identity": ', '{"layers": ' + "9" * 5000 + "}"])
+def test_costs_that_cannot_be_read_can_be_measured_again(
+    folder: Path, options: SensitivityOptions, tmp_path: Path, stored: str
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(stored)
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        measure_sensitivity(str(folder), Recipe(), ("6:8",), options=options, path=path)
+    assert "--remeasure" in caught.value.hint
 
 
 @pytest.mark.parametrize(("calibrated", "words"), [(False, "calibration"), (True, "held-out")])

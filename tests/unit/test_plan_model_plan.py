@@ -107,7 +107,10 @@ def test_a_layer_named_twice_is_refused(tmp_path: Path) -> None:
         ModelPlan.read(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"hopsparse_plan": 1,\n}', "[" * 100_000])
+LONG = f'{{"hopsparse_plan": 1, "layers": {{}}, "batch": {"9" * 5000}}}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"hopsparse_plan": 1,\n}', "[" * 100_000, LONG])
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)

@@ -286,5 +286,8 @@ def test_weights_run_as_they_will_be_stored(model: Model, batch: int) -> None:
         weight = block.get_submodule(name).weight.data
         assert weight.dtype == torch.float32
         assert torch.equal(weight, weight.bfloat16().float())
+        bias = block.get_submodule(name).bias
+        assert bias is None or torch.equal(bias, bias.bfloat16().float())
+    assert any(block.get_submodule(n).bias is not None for g in GROUPS for n in g)
     advance(block, again)
     assert all(torch.equal(a, b) for a, b in zip(acts.hidden, again.hidden, strict=True))

@@ -106,6 +106,25 @@ def test_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
     assert len(dense_weights(student)) == 4
 
 
+@pytest.mark.parametrize("level", ["end-to-end", "layer-wise"])
+def test_an_interrupt_behind_the_last_step_counts(level: str, tmp_path: Path) -> None:
+    teacher, twin = teacher_and_student()
+    run(twin, teacher, level=level)
+    teacher, student = teacher_and_student()
+
+    def tell(done: int, total: int, *_: Any) -> None:
+        if done == total:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    file = state_file(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(student, teacher, file=file, tell=tell, level=level)
+    teacher, student = teacher_and_student()
+    run(student, teacher, file=file, resume=True, level=level)
+    one, other = weights(twin), weights(student)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_second_interrupt_is_one_at_once(tmp_path: Path) -> None:
     teacher, student = teacher_and_student()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,17 @@ def stderr() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to standard output, and nothing else."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """Write one JSON document to standard output, and nothing else; what is not finite is null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_error(error: HopsparseError) -> None:

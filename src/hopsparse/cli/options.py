@@ -7,6 +7,7 @@ fifteen arguments around. Here the dataclass is the signature: its fields carry 
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from ..errors import HopsparseError, VerificationError
+from ..errors import ArgumentError, HopsparseError, VerificationError
 from .console import print_error, stderr
 
 Options = TypeVar("Options")
@@ -64,7 +65,7 @@ def command(
     def shell(**values: Any) -> None:
         chosen = options(**values)
         try:
-            run(chosen)
+            _run(run, chosen)
         except HopsparseError as error:
             print_error(error)
             if getattr(chosen, "json", False):
@@ -90,6 +91,20 @@ def command(
     shell.__doc__ = run.__doc__
     shell.__name__ = name
     return shell
+
+
+def _run(run: Callable[[Options], None], chosen: Options) -> None:
+    """Run a command; a name that no file system takes is an error of the input."""
+    try:
+        run(chosen)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise ArgumentError(
+            f"{error.filename}: {error.strerror}",
+            need="a name that its file system takes, with .partial or .costs.json behind it",
+            hint="a shorter one",
+        ) from error
 
 
 def error_json(error: HopsparseError) -> dict[str, str]:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from ..recover import RecoverOptions
 from ._files import read_json
 from ._prune_job import REPORT_NAME
@@ -18,6 +19,14 @@ from .recover_texts import RecoverTexts
 # What the rest of the report says already.
 _NOT_REPEATED = ("version", "student", "teacher", "layers", "peak_memory_bytes")
 _FLAGS = {"hidden_blocks": "--hidden-block", "evaluate": "--eval"}
+# What a continued report reads of the one before.
+_CONTINUED: dict[tuple[str, ...], Any] = {
+    ("command",): str,
+    ("layers",): list,
+    ("bytes", "sparse"): int,
+    ("seconds", "total"): int | float,
+    ("peak_memory_bytes",): int,
+}
 # What repeats a run from its start, and what only Python code can say.
 _NOT_IN_COMMAND = (
     *("resume", "overwrite"),
@@ -29,11 +38,24 @@ def report_of(folder: Path) -> dict[str, Any] | None:
     """The report that `sparsify` left in a checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or was damaged.
     """
     path = folder / REPORT_NAME
     report = read_json(path) if path.exists() else {}
-    return report if report.get("schema") == SCHEMA else None
+    if report.get("schema") != SCHEMA:
+        return None
+    # Before hours of training, not behind them.
+    for keys, kind in _CONTINUED.items():
+        value: Any = report
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"{path} is damaged: {'.'.join(keys)} = {value!r:.80}",
+                need="the report that `hopsparse sparsify` wrote",
+                hint="restore it, or delete it: then the recovered model gets none",
+            )
+    return report
 
 
 def with_recovery(report: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,11 @@ class SensitivityFile:
         """
         if path is None or remeasure or not path.exists():
             return cls(path, identity, {})
-        stored = read_json(path)
+        try:
+            stored = read_json(path)
+        except CheckpointError:
+            # It can be measured again, where a checkpoint has to be restored.
+            raise _damaged(path) from None
         before, layers = stored.get("identity"), stored.get("layers")
         if stored.get("hopsparse_sensitivity") != SCHEMA or not (
             isinstance(before, dict) and isinstance(layers, dict)
@@ -200,7 +204,8 @@ def _layer(path: Path, facts: object) -> LayerCosts:
     if not isinstance(facts, dict) or facts.keys() != {"shape", "costs", "together", "note"}:
         raise _damaged(path)
     shape, costs, note, together = (facts[key] for key in ("shape", "costs", "note", "together"))
-    sides = isinstance(shape, list) and len(shape) == 2 and all(type(s) is int for s in shape)
+    sides = isinstance(shape, list) and len(shape) == 2
+    sides = sides and all(type(side) is int and side > 0 for side in shape)
     if not sides or not isinstance(note, str) or not isinstance(costs, dict) or not costs:
         raise _damaged(path)
     if not isinstance(together, dict) or not together.keys() <= costs.keys():
@@ -211,7 +216,8 @@ def _layer(path: Path, facts: object) -> LayerCosts:
         except ArgumentError:
             raise _damaged(path) from None
         number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
-        if not number or not math.isfinite(cost) or cost < 0:
+        # As a float: JSON has integers that are too large for one.
+        if not number or not 0 <= float(str(cost)) < math.inf:
             raise _damaged(path)
     return LayerCosts((shape[0], shape[1]), costs, note, together)
 

@@ -42,7 +42,9 @@ def permute_block(
     for channels in family.channels:
         pattern = recipe.form_of(f"{path}.{channels.taker}").pattern
         layers = [block.get_submodule(name) for name in (*channels.makers, channels.taker)]
-        if isinstance(pattern, NMPattern) and all(isinstance(layer, nn.Linear) for layer in layers):
+        linear = all(isinstance(layer, nn.Linear) for layer in layers)
+        # A taker that the pattern does not fit stays dense.
+        if linear and isinstance(pattern, NMPattern) and not _width(layers[-1]) % pattern.m:
             wanted[channels.taker] = (channels, pattern)
     squares: dict[str, Tensor] = {}
 
@@ -54,6 +56,10 @@ def permute_block(
     for taker, (channels, pattern) in wanted.items():
         if taker in squares:
             _permute(block, channels, pattern, squares[taker])
+
+
+def _width(layer: nn.Module) -> int:
+    return cast(nn.Linear, layer).in_features
 
 
 def _permute(block: nn.Module, channels: Channels, pattern: NMPattern, squares: Tensor) -> None:

@@ -175,6 +175,9 @@ class ModelPlan:
             raise ArgumentError(f"{place}: {error.got}", need=error.need, hint=error.hint) from None
         except ArgumentError as error:
             raise ArgumentError(f"{path}: {error.got}", need=error.need, hint=error.hint) from None
+        except ValueError as error:
+            # Python reads no integer of more than some thousand digits.
+            raise CheckpointError(f"{path}: {error}", need="a plan", hint="{}") from None
         return plan
 
 

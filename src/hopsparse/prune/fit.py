@@ -50,11 +50,15 @@ class Fitted:
             return self.weight
         return self.weight.to(dtype).to(self.weight.dtype)
 
-    def put(self, layer: nn.Linear, weight: Tensor) -> None:
-        """Give the layer its new weight, and its bias what that needs."""
+    def put(self, layer: nn.Linear, weight: Tensor, dtype: torch.dtype | None) -> None:
+        """Give the layer its new weight, and a bias that what is stored in `dtype` can hold."""
         layer.weight.data.copy_(weight)
+        if layer.bias is None:
+            return
         if self.shift is not None:
             layer.bias.data.add_(self.shift)
+        if dtype is not None:
+            layer.bias.data.copy_(layer.bias.detach().to(dtype))
 
 
 def output_error(old: Tensor, new: Tensor, statistics: Statistics, name: str = "") -> float:

@@ -43,7 +43,7 @@ def prune_layer(
         layer: An nn.Linear; weight [out, k].
         statistics: Of its inputs.
         recipe: What to do.
-        store_dtype: Round the new weight to what this dtype holds, unless a scheme has a grid.
+        store_dtype: Round the new weight (unless a scheme has a grid) and bias to what this holds.
         scales_out: Where the form has a scheme, its scales [out, groups] go to `scales_out[name]`.
 
     Raises:
@@ -70,7 +70,7 @@ def prune_layer(
     new = fitted.weight_in(store_dtype)
     seconds = time.perf_counter() - begin
     lost = output_error(layer.weight.detach(), new, usable, name) if usable else None
-    fitted.put(layer, new)
+    fitted.put(layer, new, store_dtype)
     return LayerReport(
         name=name,
         shape=shape,

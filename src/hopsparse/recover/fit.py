@@ -122,6 +122,9 @@ class Fit:
                 tell(done, options.steps, loss, clock.left(done))
                 if done % options.evaluate_every == 0 or done == options.steps:
                     self._look(loss)
+                if done == options.steps or trajectory.stopped:
+                    # No further step would ask.
+                    asked = asked or self._machine.total(float(interrupt.asked))[0] > 0
                 due = done % options.save_every == 0 and done < options.steps
                 if file is not None and (asked or due):
                     self._save(file, others or {})
