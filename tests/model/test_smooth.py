@@ -81,10 +81,7 @@ def test_nothing_changes_but_the_range_of_the_inputs(kind: str, dtype: torch.dty
     before = lost_by_rounding(model, ids[0])
     inner = capture_inputs(lambda w: model(w, use_cache=False), block, ids)
     recipe = Recipe("2:4", scheme="int8")
-    done = smooth_block(block, "model.layers.0", inner, recipe, family_of(kind))
-    assert [name.rpartition(".")[2] for name in done] == [
-        *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
-    ]
+    smooth_block(block, "model.layers.0", inner, recipe, family_of(kind))
     assert torch.equal(model(ids[0], use_cache=False).logits, expected)
     after = lost_by_rounding(model, ids[0])
     assert all(after[name] < 0.7 * before[name] for name in before), (before, after)
@@ -97,7 +94,7 @@ def test_inputs_without_a_grid_of_equal_steps_stay_as_they_are(scheme: str | Non
     block = model.model.layers[0]
     inner = capture_inputs(lambda w: model(w, use_cache=False), block, windows())
     recipe = Recipe("2:4", scheme=scheme)
-    assert smooth_block(block, "model.layers.0", inner, recipe, family_of("llama")) == []
+    smooth_block(block, "model.layers.0", inner, recipe, family_of("llama"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -245,9 +245,7 @@ def test_the_repeat_command_names_scheme_and_forms(report: dict[str, Any]) -> No
     words = shlex.split(report["command"])
     assert words[words.index("--quant") + 1] == "int8/int8:static"
     forms = [words[at + 1] for at, word in enumerate(words) if word == "--form"]
-    assert forms == [
-        f"{glob}={form}" for glob, form in zip(FORMS, map(str, MIXED.forms.values()), strict=True)
-    ]
+    assert forms == [f"{glob}={form}" for glob, form in MIXED.parsed_forms]
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])

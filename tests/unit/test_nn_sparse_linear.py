@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,25 @@ def test_compiles_to_one_graph_for_any_number_of_tokens(fmt: str) -> None:
         x = torch.randn(tokens, 64)
         assert torch.equal(compiled(x), layer(x))
     assert counter.frame_count == 1
+
+
+def test_an_exported_program_runs_where_hopsparse_is_imported(tmp_path: Path) -> None:
+    """Importing the package registers its operators, also where none of its names is used."""
+    layer = SparseLinear.from_linear(dense_layer(), "nm").requires_grad_(False)
+    x = torch.randn(2, 64)
+    # Inside another module: torch finds no room for a buffer `meta` at the top of a program.
+    exported = torch.export.export(nn.Sequential(layer), (x,))
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    save_file({"x": x, "y": layer(x)}, tmp_path / "xy.safetensors")
+    program = (
+        "import sys, torch, hopsparse\n"
+        "from safetensors.torch import load_file\n"
+        "xy = load_file(sys.argv[2])\n"
+        "exported = torch.export.load(sys.argv[1]).module()\n"
+        "assert torch.equal(exported(xy['x']), xy['y'])\n"
+    )
+    paths = [str(tmp_path / name) for name in ("layer.pt2", "xy.safetensors")]
+    subprocess.run([sys.executable, "-c", program, *paths], check=True)
 
 
 def test_compiled_training_step() -> None:

@@ -119,6 +119,19 @@ def test_the_damping_that_is_searched_is_the_best_on_tokens_kept_out() -> None:
     assert losses[chosen] == losses["search"]
 
 
+@pytest.mark.parametrize(("asked", "told"), [("search", 0.001), (0.001, 0.001), (0.01, None)])
+def test_a_damping_that_was_not_enough_is_told(asked: float | str, told: float | None) -> None:
+    """Two inputs that are nearly one, and a rounding error that makes their Hessian indefinite."""
+    statistics = Statistics(2, holdout=2)
+    statistics.add(torch.ones(8, 2))
+    # Its smallest eigenvalue is -0.005 times the mean of its diagonal.
+    statistics._inputs.gram[1, 0] *= 1.005
+    layer = nn.Linear(2, 4, bias=False)
+    report = prune_layer("x", layer, statistics, Recipe("1:2", damping=asked))
+    assert report.damping == 0.01
+    assert report.note == (f"the Hessian needed damping 0.01 instead of {told}" if told else "")
+
+
 def test_order_of_activation_changes_the_result_and_keeps_the_pattern() -> None:
     x = correlated()
     results = {}

@@ -46,7 +46,19 @@ def test_every_entry_survives_json() -> None:
     assert [name for name in facts if facts[name] == usual[name]] == []
     again = Recipe.from_json(json.loads(json.dumps(facts)))
     assert again == recipe
-    assert list(again.forms) == ["*.0.*", "*"]
+    assert [glob for glob, _ in again.parsed_forms] == ["*.0.*", "*"]
+
+
+def test_the_order_of_forms_is_part_of_the_recipe() -> None:
+    forms = {"*.0.*": "6:8", "*": "dense"}
+    recipe, turned = Recipe(forms=forms), Recipe(forms=dict(reversed(forms.items())))
+    assert str(recipe.form_of("a.0.b")) == "6:8"
+    assert str(turned.form_of("a.0.b")) == "dense"
+    assert recipe != turned
+    assert recipe == Recipe(forms=list(forms.items()))
+    assert hash(recipe) == hash(Recipe(forms=list(forms.items())))
+    forms.clear()
+    assert len(recipe.parsed_forms) == 2
 
 
 def test_text_and_value_are_the_same_pattern() -> None:
@@ -77,6 +89,9 @@ def test_keep_matches_full_names() -> None:
         ("order", "sideways", "order='sideways'"),
         ("scheme", "int5", "int5"),
         ("forms", {"*": "2of4"}, "2of4"),
+        ("forms", {"*": 24}, "24"),
+        ("forms", [["*", "2:4", "6:8"]], "6:8"),
+        ("forms", "6:8", "forms='6:8'"),
         ("damping", 0.0, "damping=0.0"),
         ("damping", -1.0, "damping=-1.0"),
         ("damping", float("nan"), "damping=nan"),

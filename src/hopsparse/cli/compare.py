@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import bytes_text, print_json, stdout
-from .evaluate import MODEL_HELP, comparison_json, judging, print_comparison, settings_json
+from .judging import MODEL_HELP, comparison_json, judging, print_comparison, settings_json
 from .options import command
 
 if TYPE_CHECKING:

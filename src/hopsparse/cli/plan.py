@@ -11,6 +11,7 @@ import typer
 
 from .console import bytes_text, print_json, stderr, stdout, time_text
 from .options import INTERRUPTED_EXIT, command
+from .progress import progress_shown
 
 if TYPE_CHECKING:
     from ..models.budget import Problem
@@ -149,7 +150,6 @@ def _measure(options: Plan) -> Sensitivity:
     from ..models.load import check_device
     from ..models.sensitivity import DEFAULT_FORMS, SensitivityOptions, measure_sensitivity
     from ..prune import Recipe
-    from .sparsify import progress_shown
 
     check_device(options.device)
     settings = SensitivityOptions(

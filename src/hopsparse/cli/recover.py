@@ -22,7 +22,7 @@ from .options import (
     Resume,
     command,
 )
-from .sparsify import print_interrupted, progress_shown
+from .progress import print_interrupted, progress_shown
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, CalibrationError
-from ..prune import Activations, capture_inputs
+from ..prune import Activations, capture_inputs, without_cache
 
 
 def as_inputs(calibration: object) -> list[Any]:
@@ -65,8 +65,7 @@ def first_inputs(model: nn.Module, path: str, items: list[Any]) -> Activations:
 
 
 def _arguments(model: nn.Module, item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A language model must not keep a cache: its blocks are called again with the same inputs.
-    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    options = without_cache(model)
     if isinstance(item, Mapping):
         return (), {**options, **item}
     return (item if isinstance(item, tuple) else (item,)), options

@@ -108,9 +108,7 @@ class Job:
         """What a resumed run must have in common with the interrupted one."""
         return {
             "model": self.source.identity(),
-            # Pairs: the first form that matches counts, and JSON objects have no order.
-            "recipe": self.recipe.to_json()
-            | {"forms": [[glob, str(form)] for glob, form in self.recipe.forms.items()]},
+            "recipe": self.recipe.to_json(),
             "calibration": self.texts.digest(),
             "device": self.options.device,
             # Other arithmetic gives other last digits, and masks that turn on them.

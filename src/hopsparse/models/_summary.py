@@ -111,7 +111,7 @@ def repeat_command(
 def _form_words(recipe: Recipe) -> list[str]:
     words = ["--pattern", str(recipe.pattern)]
     words += [] if recipe.scheme is None else ["--quant", str(recipe.scheme)]
-    for glob, form in recipe.forms.items():
+    for glob, form in recipe.parsed_forms:
         words += ["--form", f"{glob}={form}"]
     return words
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, VerificationError
-from ..prune import quiet
+from ..prune import quiet, without_cache
 from ._interval import Interval, mean_and_error, paired_interval
 
 # Entries of a float32 copy of logits: 64 MB, and KL needs a few of them at a time.
@@ -263,6 +263,6 @@ def _evaluating(model: LanguageModel) -> Iterator[Callable[[Tensor], Any]]:
         return
     weight = next(model.parameters(), None)
     device = weight.device if weight is not None else torch.device("cpu")
-    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    options = without_cache(model)
     with quiet(model):
         yield lambda window: model(window.to(device), **options)

@@ -9,38 +9,24 @@ and k to their places, and the residual stream is shared by all blocks: both sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..formats import NMPattern
-from ..prune import Activations, Recipe, kept_importance, spread_columns
+from ..prune import Activations, Recipe, spread_columns
 from ._family import Channels, Family
 from ._watch import watch_inputs
-
-
-@dataclass(frozen=True)
-class Permuted:
-    """What a new order did for one layer.
-
-    Attributes:
-        name: Of the layer whose columns moved.
-        before: Part of the importance that its pattern would have kept.
-        after: Part that it keeps now.
-    """
-
-    name: str
-    before: float
-    after: float
 
 
 @torch.no_grad()
 def permute_block(
     block: nn.Module, path: str, activations: Activations, recipe: Recipe, family: Family
-) -> list[Permuted]:
+) -> None:
     """Permute the inner channels of a dense block in place; what it computes stays the same.
+
+    Nothing moves where nothing is won.
 
     Args:
         block: A decoder block of `family`, dense.
@@ -48,9 +34,6 @@ def permute_block(
         activations: Its inputs.
         recipe: Says which layers become N:M.
         family: Which layers make and take inner channels.
-
-    Returns:
-        One entry for each layer whose columns could move; nothing moves where nothing is won.
 
     Raises:
         UnsupportedError: scipy is not installed.
@@ -70,31 +53,24 @@ def permute_block(
         squares[name] = squares[name] + sums if name in squares else sums
 
     watch_inputs(block, list(wanted), activations, look)
-    done = []
     for taker, (channels, pattern) in wanted.items():
-        if taker not in squares:
-            continue
-        before, after = _permute(block, channels, pattern, squares[taker])
-        done.append(Permuted(f"{path}.{taker}", before, after))
-    return done
+        if taker in squares:
+            _permute(block, channels, pattern, squares[taker])
 
 
 def _width(layer: nn.Module) -> int:
     return cast(nn.Linear, layer).in_features
 
 
-def _permute(
-    block: nn.Module, channels: Channels, pattern: NMPattern, squares: Tensor
-) -> tuple[float, float]:
-    """Reorder what lies between the makers and the taker; the kept importance before and after."""
+def _permute(block: nn.Module, channels: Channels, pattern: NMPattern, squares: Tensor) -> None:
+    """Reorder what lies between the makers and the taker."""
     makers = [cast(nn.Linear, block.get_submodule(name)) for name in channels.makers]
     taker = cast(nn.Linear, block.get_submodule(channels.taker))
     made, taken = makers[0].out_features, taker.in_features
     width = cast(Any, block.get_submodule(channels.heads)).head_dim if channels.heads else made
     importance = taker.weight.float().square() * squares
-    before = kept_importance(importance, pattern)
     if taken % made or made % width or width % pattern.m:
-        return before, before
+        return
     heads, sharers = made // width, taken // made
     # [rows, head, sharer, channel] -> for each head the rows of all who share its channels.
     parts = importance.view(-1, heads, sharers, width).permute(1, 2, 0, 3)
@@ -106,4 +82,3 @@ def _permute(
         if maker.bias is not None:
             maker.bias.copy_(maker.bias[rows])
     taker.weight.copy_(taker.weight[:, columns])
-    return before, kept_importance(importance[:, columns], pattern)

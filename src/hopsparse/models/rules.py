@@ -100,7 +100,7 @@ def select(model: nn.Module, blocks: Iterable[str], recipe: Recipe) -> Selection
     """
     paths = tuple(blocks)
     linears = linear_names(model)
-    _check_globs((*recipe.keep, *recipe.forms), linears)
+    _check_globs((*recipe.keep, *(glob for glob, _ in recipe.parsed_forms)), linears)
     # A block or a layer that is registered twice belongs to its first place.
     owner: dict[nn.Module, tuple[str, str]] = {}
     for path in paths:

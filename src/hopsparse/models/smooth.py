@@ -34,7 +34,7 @@ _EQUAL_STEPS = ("int8", "int4")
 @torch.no_grad()
 def smooth_block(
     block: nn.Module, path: str, activations: Activations, recipe: Recipe, family: Family
-) -> list[str]:
+) -> None:
     """Rescale inner channels of a dense block in place; what it computes stays the same.
 
     Args:
@@ -43,9 +43,6 @@ def smooth_block(
         activations: Its inputs.
         recipe: Says whose inputs are rounded.
         family: Which modules make the inputs of which layers.
-
-    Returns:
-        Full names of the layers whose inputs are smoother now.
     """
     wanted: dict[str, tuple[str, list[Scheme | None]]] = {}
     for maker, takers in family.scales:
@@ -56,16 +53,12 @@ def smooth_block(
     seen = {name: Inputs(-(-TOKENS // len(activations))) for name in wanted}
     watch_inputs(block, list(wanted), activations, lambda name, rows: seen[name].add(rows))
     by_maker = dict(family.scales)
-    done = []
     for name, (maker, schemes) in wanted.items():
         if seen[name].rows:
-            takers = by_maker[maker]
-            layers = [cast(nn.Linear, block.get_submodule(taker)) for taker in takers]
+            layers = [cast(nn.Linear, block.get_submodule(taker)) for taker in by_maker[maker]]
             factors = best_factors(seen[name], layers, schemes)
             if bool((factors != 1).any()):
                 _divide(block.get_submodule(maker), layers, factors)
-                done += [f"{path}.{taker}" for taker in takers]
-    return done
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What will run, as pure values: which GPU, and which form each layer.
 
-Importing it needs the standard library alone; a `ModelPlan` reads its forms by `hopsparse.formats`.
+Its modules import the standard library alone, and `ModelPlan` reads forms by `hopsparse.formats`.
+torch is loaded all the same: `import hopsparse` registers the operators of exported programs.
 """
 
 from .model_plan import OBJECTIVES, ModelPlan

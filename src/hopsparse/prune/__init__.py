@@ -4,6 +4,7 @@ from .activations import Activations as Activations
 from .activations import advance as advance
 from .activations import capture_inputs as capture_inputs
 from .activations import quiet as quiet
+from .activations import without_cache as without_cache
 from .admm import admm as admm
 from .compensation import HessianFactor as HessianFactor
 from .compensation import factor_hessian as factor_hessian

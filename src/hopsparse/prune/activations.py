@@ -50,7 +50,7 @@ def capture_inputs(
     windows in one batch are the fastest way to prune: see `prune_block`.
 
     Args:
-        run: Runs the model on a window, without a cache (transformers: `use_cache=False`).
+        run: Runs the model on a window, without a cache (see `without_cache`).
         first_block: The first block that will be pruned.
         windows: What `run` takes; usually token ids [batch, tokens].
 
@@ -87,6 +87,18 @@ def capture_inputs(
     finally:
         handle.remove()
     return found
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """What to call `model` with so that a language model of transformers fills no cache.
+
+    A cache costs memory, and a block that has one cannot be called again with the same inputs.
+
+    Example:
+        >>> without_cache(nn.Linear(4, 4))
+        {}
+    """
+    return {"use_cache": False} if hasattr(model, "generation_config") else {}
 
 
 def advance(block: nn.Module, activations: Activations) -> None:

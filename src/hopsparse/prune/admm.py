@@ -16,19 +16,13 @@ from ..formats.pattern import Pattern
 from .mask import check_matrix, keep_mask
 
 FIRST_PENALTY = 0.1
+MOST_ITERATIONS = 120  # it stops before when the zeros no longer change
 EVERY = 3  # iterations between two looks at the zeros
 # Part of the kept entries that changed -> growth of the penalty; the first that is reached holds.
 GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 
 
-def admm(
-    weight: Tensor,
-    pattern: Pattern,
-    hessian: Tensor,
-    *,
-    damping: float = 0.01,
-    iterations: int = 120,
-) -> Tensor:
+def admm(weight: Tensor, pattern: Pattern, hessian: Tensor, *, damping: float = 0.01) -> Tensor:
     """Prune to the pattern with the least output error that ADMM finds.
 
     Args:
@@ -36,7 +30,6 @@ def admm(
         pattern: The pattern.
         hessian: [k, k] XᵀX up to a positive scale.
         damping: Relative to the mean of the Hessian's diagonal over inputs that are not zero.
-        iterations: At most so many; it stops before when the zeros no longer change.
 
     Returns:
         [out, k], a new tensor of the same dtype, computed in float32 or wider.
@@ -68,7 +61,7 @@ def admm(
     keep = keep_mask(scaled.abs(), pattern)
     sparse, dual = scaled * keep, torch.zeros_like(scaled)
     penalty = FIRST_PENALTY
-    for iteration in range(1, iterations + 1):
+    for iteration in range(1, MOST_ITERATIONS + 1):
         dense = ((pulled - dual + penalty * sparse) @ vectors).div_(values + penalty) @ vectors.t()
         wanted = dense + dual / penalty
         before, keep = keep, keep_mask(wanted.abs(), pattern)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,14 @@ class Fitted:
         damping: What the Hessian was damped with; None where it was not used.
         scales: [out, groups] of the scheme's grid, or None.
         shift: [out], what the bias must gain; None where there is no bias to correct.
+        asked: The damping that was asked for; `damping` is larger where that was not enough.
     """
 
     weight: Tensor
     damping: float | None = None
     scales: Tensor | None = None
     shift: Tensor | None = None
+    asked: float | None = None
 
     def weight_in(self, dtype: torch.dtype | None) -> Tensor:
         """The weight rounded to what `dtype` holds, unless it is on the grid of a scheme."""
@@ -135,7 +137,7 @@ def fit(
         return fitted
     made = fitted.weight.to(compute) @ statistics.mean()
     shift = statistics.mean_target(name, exact) - made
-    return Fitted(fitted.weight, fitted.damping, fitted.scales, shift)
+    return replace(fitted, shift=shift)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class _Problem:
     weight: Tensor
     hessian: Tensor
     factor: HessianFactor
+    asked: float
 
     @classmethod
     def of(
@@ -159,7 +162,7 @@ class _Problem:
             drawn = statistics.factor(min(ridge, MOST_RIDGE), weight.dtype, centered=centered).upper
             pull = product - weight @ hessian
             weight = weight + (pull @ drawn.t()) @ drawn
-        return cls(weight, hessian, factor)
+        return cls(weight, hessian, factor, damping)
 
 
 def _fit_to(problem: _Problem, form: Form, recipe: Recipe, dtype: torch.dtype) -> Fitted:
@@ -167,7 +170,7 @@ def _fit_to(problem: _Problem, form: Form, recipe: Recipe, dtype: torch.dtype) -
     if form.pattern is not None:
         new = _remove(problem, form.pattern, recipe)
     if form.scheme is None:
-        return Fitted(new.to(dtype), damping)
+        return Fitted(new.to(dtype), damping, asked=problem.asked)
     scales = weight_scales(new, form.scheme, problem.hessian.diagonal())
     # Entries that were kept and are rounded to zero may come back; others never do.
     keep = new != 0 if form.pattern is not None else torch.ones_like(new, dtype=torch.bool)
@@ -182,7 +185,7 @@ def _fit_to(problem: _Problem, form: Form, recipe: Recipe, dtype: torch.dtype) -
             keep=keep,
             damping=damping,
         )
-    return Fitted(rounded.to(dtype), damping, scales)
+    return Fitted(rounded.to(dtype), damping, scales, asked=problem.asked)
 
 
 def _remove(problem: _Problem, pattern: Pattern, recipe: Recipe) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, HopsparseError
 from ..formats.scheme import Form
-from .fit import DAMPINGS, Fitted, fit, output_error
+from .fit import Fitted, fit, output_error
 from .recipe import LayerReport, Recipe
 from .statistics import Statistics
 
@@ -81,7 +81,7 @@ def prune_layer(
         tokens=usable.tokens if usable else 0,
         damping=fitted.damping,
         seconds=seconds,
-        note=_note(recipe, usable, fitted.damping),
+        note=_note(recipe, usable, fitted),
         scheme=scheme,
     )
 
@@ -103,12 +103,11 @@ def _words(form: Form) -> tuple[str, str]:
     return pattern, "" if form.scheme is None else str(form.scheme)
 
 
-def _note(recipe: Recipe, statistics: Statistics | None, damping: float | None) -> str:
+def _note(recipe: Recipe, statistics: Statistics | None, fitted: Fitted) -> str:
     if statistics is None and recipe.method != "magnitude":
         return f"no calibration token reached it: magnitude instead of {recipe.method}"
-    asked = DAMPINGS[-1] if recipe.damping == "search" else float(recipe.damping)
-    if damping is not None and damping > asked:
-        return f"the Hessian needed damping {damping:g} instead of {asked:g}"
+    if fitted.damping != fitted.asked:
+        return f"the Hessian needed damping {fitted.damping:g} instead of {fitted.asked:g}"
     if statistics is not None and statistics.stride > 1:
         return f"output error from every {statistics.stride}th token"
     return ""

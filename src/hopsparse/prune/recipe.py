@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from ..errors import ArgumentError
 from ..formats.pattern import Pattern, parse_pattern
@@ -52,7 +52,8 @@ class Recipe:
             into the weights, by powers of two; for families that say where that is possible.
         scheme: Rounds the kept weights to fewer bits, as a value or as text such as `"int8"`.
         forms: Glob over full layer names -> form, as a value or as text such as `"6:8+int8"` or
-            `"dense"`; the first that matches replaces `pattern` and `scheme`.
+            `"dense"`; the first that matches replaces `pattern` and `scheme`. A mapping or pairs;
+            kept as a tuple of pairs, because their order counts.
 
     Raises:
         ArgumentError: A value that cannot mean anything.
@@ -78,7 +79,7 @@ class Recipe:
     bias: bool = True
     permute: bool = False
     smooth: bool = True
-    forms: Mapping[str, Form | str] = field(default_factory=dict, hash=False)
+    forms: Mapping[str, Form | str] | Sequence[tuple[str, Form | str]] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, str):
@@ -110,6 +111,12 @@ class Recipe:
         return parse_scheme(self.scheme) if isinstance(self.scheme, str) else self.scheme
 
     @property
+    def parsed_forms(self) -> tuple[tuple[str, Form], ...]:
+        """Globs and forms as values, in the order in which they are tried."""
+        # Checked once: a plan names every layer, and every layer asks.
+        return cast("tuple[tuple[str, Form], ...]", self.forms)
+
+    @property
     def resolved_refresh(self) -> str:
         """`group` or `block`: what `auto` stands for."""
         if self.refresh != "auto":
@@ -131,9 +138,9 @@ class Recipe:
         """What becomes of the layer of this full name; `Form()` leaves it alone."""
         if any(fnmatchcase(name, glob) for glob in self.keep):
             return Form()
-        for glob, form in self.forms.items():
+        for glob, form in self.parsed_forms:
             if fnmatchcase(name, glob):
-                return parse_form(form) if isinstance(form, str) else form
+                return form
         return Form(self.parsed_pattern, self.parsed_scheme)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +149,7 @@ class Recipe:
         return facts | {
             "pattern": str(self.pattern),
             "scheme": None if self.scheme is None else str(self.scheme),
-            "forms": {glob: str(form) for glob, form in self.forms.items()},
+            "forms": [[glob, str(form)] for glob, form in self.parsed_forms],
             "keep": list(self.keep),
         }
 
@@ -208,12 +215,20 @@ def _globs(value: object) -> tuple[str, ...]:
     raise ArgumentError(f"keep={value!r}", need="a tuple of globs", hint='keep=("lm_head",)')
 
 
-def _forms(value: object) -> dict[str, Form]:
-    if not isinstance(value, Mapping) or not all(isinstance(glob, str) for glob in value):
+def _forms(value: object) -> tuple[tuple[str, Form], ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)) or not all(_is_glob_and_form(pair) for pair in pairs):
         raise ArgumentError(
             f"forms={value!r:.80}", need="a map from globs to forms", hint='forms={"*.0.*": "6:8"}'
         )
-    return {g: form if isinstance(form, Form) else parse_form(form) for g, form in value.items()}
+    return tuple((g, parse_form(form) if isinstance(form, str) else form) for g, form in pairs)
+
+
+def _is_glob_and_form(pair: object) -> bool:
+    match pair:
+        case [str(), str() | Form()]:
+            return True
+    return False
 
 
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:

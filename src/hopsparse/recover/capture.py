@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ArgumentError
+from ..prune import without_cache
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,7 @@ class UpToHead(nn.Module):
         self.model = model
         self._head = head
         self.blocks = tuple(blocks)
-        # As evaluation does: a language model of transformers would fill a cache.
-        self._options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+        self._options = without_cache(model)
 
     def forward(self, ids: Tensor) -> Streams:
         """Token ids [windows, tokens] -> `Streams`."""

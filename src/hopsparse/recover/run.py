@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..prune import Activations, advance, capture_inputs
+from ..prune import Activations, advance, capture_inputs, without_cache
 from .capture import Layout
 from .fit import Fit, StepCallback
 from .machine import Machine
@@ -200,7 +200,7 @@ def _block_by_block(
 
 def _first_inputs(model: nn.Module, task: Task) -> Activations:
     """How the first block is called for every window, held-out ones last."""
-    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    options = without_cache(model)
     windows = [*task.corpus.train, *task.corpus.held_out]
     placed = [window.to(task.machine.device) for window in windows]
     first = model.get_submodule(task.layout.blocks[0])
