@@ -57,7 +57,8 @@ def _form_of_default(row: dict[str, Any]) -> str | None:
         return None
     recipe = row["recipe"]
     plain = Recipe(recipe["pattern"]).to_json() | {"forms": recipe["forms"]}
-    return recipe["forms"].get("*", recipe["pattern"]) if recipe == plain else None
+    form = dict(recipe["forms"]).get("*", recipe["pattern"])
+    return form if recipe == plain else None
 
 
 def _front(axes: Axes, pareto: dict[str, Any]) -> None:
@@ -95,9 +96,7 @@ def _finish(axes: Axes, pareto: dict[str, Any]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     where = f"{pareto['target'].upper()}, batch {pareto['batch']}, context {pareto['context']:,}"
-    axes.set_xlabel(
-        f"predicted decode speed at the limits of an {where}; dense 1"
-    )
+    axes.set_xlabel(f"predicted decode speed at the limits of an {where}; dense 1")
     axes.set_ylabel("perplexity, dense = 1")
     axes.grid(alpha=0.2, linewidth=0.6)
     axes.set_axisbelow(True)
