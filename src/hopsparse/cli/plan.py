@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +209,8 @@ def _print(options: Plan, plan: ModelPlan, pareto: Pareto, sensitivity: Sensitiv
     console.print(f"{head}, context {plan.context:,}: predicted, not measured", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("plan")
-    for title in ("perplexity", _GAINS[plan.objective], "step", "weights"):
+    step = "floor" if plan.objective == "floor" else "step"
+    for title in ("perplexity", _GAINS[plan.objective], step, "weights"):
         table.add_column(title, justify="right")
     table.add_column("layers", overflow="fold")
     for point in pareto.milestones():
@@ -229,6 +231,8 @@ def _print(options: Plan, plan: ModelPlan, pareto: Pareto, sensitivity: Sensitiv
     for label, path in (("plan", options.out), ("costs", options.costs), ("plot", options.plot)):
         if path is not None:
             console.print(f"{label:<7} {path}", markup=False, soft_wrap=True)
+    words = ["hopsparse", "sparsify", options.model, "-o", "OUT", "--plan", str(options.out)]
+    console.print(f"next    {shlex.join(words)}", markup=False, soft_wrap=True)
 
 
 _GAINS = {"time": "speed", "floor": "floor speed", "bytes": "smaller"}

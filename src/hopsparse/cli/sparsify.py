@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ def run(options: Sparsify) -> None:
     else:
         repeat = report["command"] + ("" if options.report else " --no-report")
         _print({**report, "command": repeat}, predicted, page)
+        if "recover" not in report:
+            _print_next(options)
 
 
 def _prepare_and_sparsify(options: Sparsify) -> dict[str, Any]:
@@ -151,13 +154,21 @@ def _print(report: dict[str, Any], predicted: Predicted, page: Path | None) -> N
     console.print(f"repeat  {report['command']}", markup=False, soft_wrap=True)
 
 
+def _print_next(options: Sparsify) -> None:
+    better = options.out.with_name(f"{options.out.name}-recovered")
+    words = ["hopsparse", "recover", str(options.out), "-o", str(better)]
+    line = shlex.join([*words, "--teacher", options.model, "--steps", "200"])
+    stdout().print(f"next    {line}", markup=False, soft_wrap=True)
+
+
 def _print_phases(console: Console, report: dict[str, Any]) -> None:
     """What became of the budget, and what recovery won."""
     if budget := report.get("budget"):
         windows, plans = budget["held_out"]["windows"], len(budget["rounds"])
         console.print(
-            f"\nbudget  {budget['asked']:g} times the dense perplexity; {budget['reached']:.4g} on "
-            f"{windows} held-out windows, {plans} {'plan' if plans == 1 else 'plans'} tried"
+            f"\nbudget  {budget['asked']:g} times the dense perplexity; reached "
+            f"{budget['reached']:.3f} times on {windows} held-out windows; "
+            f"{plans} {'plan' if plans == 1 else 'plans'} built"
         )
     if recover := report.get("recover"):
         console.print()

@@ -83,7 +83,10 @@ def predict_layers(
         product: tuple(choose(product, tokens, target) for tokens in TOKENS)
         for product in dict.fromkeys(products)
     }
-    notes = {choice.sparse.note for choices in unique.values() for choice in choices} - {""}
+    said = (choice.sparse.note for choices in unique.values() for choice in choices)
+    notes = {sentence for note in said for sentence in note.split("; ")} - {""}
+    if any(product.scheme for product in products):
+        notes.add("a layer that runs dense keeps the numbers of its scheme, which can gain alone")
     if any(_itemsize(layer) > 2 for layer in layers):
         notes.add("32-bit layers are predicted as if stored in bfloat16")
     return Predicted(
