@@ -1,10 +1,10 @@
 """Draw measured quality against predicted decode speed: budgets, and one form for all layers.
 
     PYTHONPATH=src python benchmarks/quality/plot_plans.py --plans plans.jsonl \
-        --uniform ablation.jsonl --out docs/assets/smollm2_pareto.svg
+        --uniform ablation.jsonl --recovered recovery.jsonl --out docs/assets/smollm2_pareto.svg
 
-Perplexities are those of the anchors in the rows of `plans.py` and `anchors.py`; speeds are in the
-rows of `plans.py`, predicted. The line is the front as it was predicted.
+Perplexities are those of the anchors in the rows of `plans.py`, `anchors.py` and `recovery.py`;
+speeds are in the rows of `plans.py`, predicted. The line is the front as it was predicted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from hopsparse.prune import Recipe
 from hopsparse.report.figures import INK, PALETTE, STYLE, WIDE
 
 WINDOWS = 64
-HIGHEST = 2.2
-TICKS = (1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0)
+HIGHEST = 1.8
+STEPS = 150
+# Labels closer than this in speed, and in perplexity, would cover each other.
+NEAR, LINE = 0.25, 0.03
+TICKS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 TEXTS = {"a": ("book", "o"), "b": ("reference text", "s")}
 
 
@@ -33,6 +36,7 @@ def main() -> None:
     options = _options()
     plans = [json.loads(line) for line in options.plans.read_text().splitlines()]
     uniform = [json.loads(line) for line in options.uniform.read_text().splitlines()]
+    recovered = [json.loads(line) for line in options.recovered.read_text().splitlines()]
     plain = {key: "#333333" if value == INK else value for key, value in STYLE.items()}
     with rc_context({**plain, "svg.hashsalt": "plans"}):
         figure = Figure(figsize=(WIDE, 0.55 * WIDE), layout="constrained", facecolor="white")
@@ -40,13 +44,37 @@ def main() -> None:
         _front(axes, plans[0]["pareto"])
         speeds = {p["label"]: p["gain"] for p in plans[0]["pareto"]["uniform"]}
         dense = plans[0]
-        for row in uniform:
-            form = _form_of_default(row)
-            if form in speeds:
-                _point(axes, speeds[form], row, dense, f"all {form}", PALETTE[4])
-        for row in plans:
-            gain = row["pareto"]["chosen"]["gain"]
-            _point(axes, gain, row, dense, f"budget {row['budget']:g}", PALETTE[1])
+        marks = [
+            (speeds[form], row, f"all {form}", PALETTE[4])
+            for row in uniform
+            if (form := _form_of_default(row)) in speeds
+        ]
+        marks += [
+            (
+                speeds[row["options"]["form"]],
+                row,
+                f"{row['options']['form']}, recovered",
+                PALETTE[2],
+            )
+            for row in recovered
+            if _is_default_recovery(row)
+        ]
+        marks += [
+            (row["pareto"]["chosen"]["gain"], row, f"budget {row['budget']:g}", PALETTE[1])
+            for row in plans
+        ]
+        placed: list[tuple[float, float]] = []
+        found = [
+            (
+                [row[f"ppl_{text}"] / dense[f"ppl_{text}_dense"] for text in TEXTS],
+                gain,
+                label,
+                color,
+            )
+            for gain, row, label, color in marks
+        ]
+        for ratios, gain, label, color in sorted(found, key=lambda mark: max(mark[0])):
+            _point(axes, gain, ratios, label, color, placed)
         _finish(axes, plans[0]["pareto"])
         figure.savefig(options.out, metadata={"Date": None} if options.out.suffix == ".svg" else {})
 
@@ -59,6 +87,13 @@ def _form_of_default(row: dict[str, Any]) -> str | None:
     plain = Recipe(recipe["pattern"]).to_json() | {"forms": recipe["forms"]}
     form = dict(recipe["forms"]).get("*", recipe["pattern"])
     return form if recipe == plain else None
+
+
+def _is_default_recovery(row: dict[str, Any]) -> bool:
+    """Trained from the default one-shot start, all else default too."""
+    given = row["options"]
+    plain = given["masks"] == "fixed" and not given["lora_rank"] and given["steps"] == STEPS
+    return plain and row["start"] in ("default", given["form"]) and "note" not in row
 
 
 def _front(axes: Axes, pareto: dict[str, Any]) -> None:
@@ -74,17 +109,25 @@ def _front(axes: Axes, pareto: dict[str, Any]) -> None:
 
 
 def _point(
-    axes: Axes, gain: float, row: dict[str, Any], dense: dict[str, Any], label: str, color: str
+    axes: Axes,
+    gain: float,
+    ratios: list[float],
+    label: str,
+    color: str,
+    placed: list[tuple[float, float]],
 ) -> None:
-    """One mark a text, joined, with a label."""
-    ratios = [row[f"ppl_{text}"] / dense[f"ppl_{text}_dense"] for text in TEXTS]
+    """One mark a text, joined, with a label that keeps clear of those that are `placed`."""
     if min(ratios) > HIGHEST:
         return
     axes.plot([gain, gain], ratios, "-", color=color, linewidth=0.8)
     for ratio, (_, mark) in zip(ratios, TEXTS.values(), strict=True):
         axes.plot([gain], [ratio], mark, color=color, markersize=5)
-    offset = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-    axes.annotate(label, (gain, max(ratios)), color=color, **offset)
+    height = max(ratios)
+    while any(abs(gain - x) < NEAR and abs(height - y) < LINE * height for x, y in placed):
+        height *= 1 + LINE
+    placed.append((gain, height))
+    offset = {"xytext": (-6, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    axes.annotate(label, (gain, height), color=color, ha="right", **offset)
 
 
 def _finish(axes: Axes, pareto: dict[str, Any]) -> None:
@@ -107,6 +150,7 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=Path, required=True)
     parser.add_argument("--uniform", type=Path, required=True)
+    parser.add_argument("--recovered", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
