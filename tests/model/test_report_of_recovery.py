@@ -44,7 +44,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval_windows": 2,
     }
     options = SparsifyOptions(**texts, windows=10, window_tokens=32, samples=False)
-    plan_and_sparsify(dense, folder / "budget", Recipe(), BUDGET, options=options, recover_steps=60)
+    plan_and_sparsify(
+        dense,
+        folder / "budget",
+        Recipe(fit_to="layer"),
+        BUDGET,
+        options=options,
+        recover_steps=60,
+    )
     sparse = folder / "sparse"
     sparsify_checkpoint(dense, sparse, Recipe("1:4", method="magnitude"), options=options)
     for name, changes in RECOVERIES.items():
