@@ -44,19 +44,19 @@ def smooth_block(
         recipe: Says whose inputs are rounded.
         family: Which modules make the inputs of which layers.
     """
-    wanted: dict[str, tuple[str, list[Scheme | None]]] = {}
+    wanted = []
     for maker, takers in family.scales:
         schemes = [recipe.form_of(f"{path}.{taker}").scheme for taker in takers]
         if any(scheme and scheme.activations in _EQUAL_STEPS for scheme in schemes):
-            # The takers of one maker share their input.
-            wanted[takers[0]] = maker, schemes
-    seen = {name: Inputs(-(-TOKENS // len(activations))) for name in wanted}
-    watch_inputs(block, list(wanted), activations, lambda name, rows: seen[name].add(rows))
-    by_maker = dict(family.scales)
-    for name, (maker, schemes) in wanted.items():
-        if seen[name].rows:
-            layers = [cast(nn.Linear, block.get_submodule(taker)) for taker in by_maker[maker]]
-            factors = best_factors(seen[name], layers, schemes)
+            wanted.append((maker, takers, schemes))
+    # The takers of one maker share their input.
+    seen = {takers[0]: Inputs(-(-TOKENS // len(activations))) for _, takers, _ in wanted}
+    watch_inputs(block, list(seen), activations, lambda name, rows: seen[name].add(rows))
+    for maker, takers, schemes in wanted:
+        inputs = seen[takers[0]]
+        if inputs.rows:
+            layers = [cast(nn.Linear, block.get_submodule(taker)) for taker in takers]
+            factors = best_factors(inputs, layers, schemes)
             if bool((factors != 1).any()):
                 _divide(block.get_submodule(maker), layers, factors)
 
@@ -101,31 +101,35 @@ def best_factors(
     x = torch.cat(inputs.rows)
     candidates = [powers_of_two(inputs.peaks, takers, strength) for strength in STRENGTHS]
     candidates.insert(0, torch.ones_like(inputs.peaks))
-    lost = [
-        sum(
-            _lost(x, layer.weight.float(), scheme, factors, inputs.peaks)
-            for layer, scheme in zip(takers, schemes, strict=True)
-            if scheme is not None
-        )
-        for factors in candidates
-    ]
+    lost = [0.0] * len(candidates)
+    for layer, scheme in zip(takers, schemes, strict=True):
+        if scheme is not None:
+            weight = layer.weight.float()
+            exact = x @ weight.t()
+            for index, factors in enumerate(candidates):
+                scale = _static_scale(inputs.peaks / factors, scheme)
+                moved = round_inputs(x / factors, scheme, scale)
+                made = moved @ round_weight(weight * factors, scheme).t()
+                lost[index] += _relative_error(made, exact)
     return candidates[lost.index(min(lost))]
 
 
-def _lost(x: Tensor, weight: Tensor, scheme: Scheme, factors: Tensor, peaks: Tensor) -> float:
-    """Squared error of the output relative to its size, summed over tokens.
+def _static_scale(peaks: Tensor, scheme: Scheme) -> Tensor | None:
+    """What a static scheme would measure; None: every token has its own scale."""
+    if not scheme.static:
+        return None
+    peak = InputPeak()
+    peak.add(peaks)
+    return peak.scale(scheme)
+
+
+def _relative_error(made: Tensor, exact: Tensor) -> float:
+    """Squared error relative to the size of the output, summed over tokens.
 
     Relative in every token: a few tokens are a hundred times as large as all others, and would
     choose alone.
     """
-    scale = None
-    if scheme.static:
-        peak = InputPeak()
-        peak.add(peaks / factors)
-        scale = peak.scale(scheme)
-    exact = x @ weight.t()
-    rounded = round_inputs(x / factors, scheme, scale) @ round_weight(weight * factors, scheme).t()
-    error, size = (rounded - exact).square().sum(-1), exact.square().sum(-1)
+    error, size = (made - exact).square().sum(-1), exact.square().sum(-1)
     return float((error / size.clamp_min(torch.finfo(torch.float32).tiny)).sum())
 
 
