@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hopsparse.formats import Form
+from hopsparse.measure.error import gamma
 from hopsparse.prune import Activations, Recipe, Reference, Statistics, capture_inputs, prune_block
 from hopsparse.prune.fit import fit
 
@@ -135,8 +136,10 @@ def test_few_tokens_draw_a_weight_less_far(tokens: int, ridge: float) -> None:
     found = fit("layer", weight, Form(), statistics, Recipe()).weight
     whole = target - x @ weight.T
     part = (x @ (found - weight).T) / whole
-    # The mean of the diagonal is a 64th of the only eigenvalue.
-    assert torch.allclose(part, torch.full_like(part, 64 / (64 + ridge)), rtol=1e-3)
+    # The mean of the diagonal is a 64th of the only eigenvalue. It is the largest there is, so that
+    # only the sums over tokens and inputs round, and no condition number makes more of it.
+    expected = 64 / (64 + ridge)
+    assert float((part / expected - 1).abs().max()) <= gamma(tokens + 64, torch.float32)
 
 
 def test_pulling_at_the_residual_stream_keeps_the_output_of_the_model() -> None:
