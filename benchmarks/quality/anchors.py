@@ -35,6 +35,9 @@ from hopsparse.models.llama import FAMILY
 from hopsparse.prune import Recipe, Reference, capture_inputs
 from hopsparse.quant import Rounding
 
+# Token ids [1, tokens] by text; perplexity and every argmax by text.
+Windows = dict[str, list[Tensor]]
+Found = dict[str, tuple[float, Tensor]]
 LAYERS = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
 
 
@@ -45,10 +48,7 @@ def main() -> None:
     model, tokenizer = load_model()
     model.to(options.device)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    windows = {}
-    for which in options.texts:
-        for name, each in texts.evaluation(tokenizer.encode, which).items():
-            windows[name] = [window.to(options.device) for window in each]
+    windows = evaluation_windows(tokenizer, options.texts, options.device)
     reference = evaluate(model, windows)
     for method in options.method:
         model.load_state_dict(dense)
@@ -65,10 +65,7 @@ def main() -> None:
                 result = evaluate(model, windows)
             if options.save:
                 torch.save(model.state_dict(), options.save)
-        for name in windows:
-            row[f"ppl_{name}"] = round(result[name][0], 3)
-            same = (result[name][1] == reference[name][1]).float().mean()
-            row[f"agree_{name}"] = round(100 * float(same), 2)
+        row |= quality_columns(result, reference)
         row["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         print(json.dumps({k: v for k, v in row.items() if k != "layers"}), flush=True)
         if options.out:
@@ -159,8 +156,27 @@ def prune(
     }
 
 
+def evaluation_windows(tokenizer: Any, which: Iterable[str], device: str) -> Windows:
+    """The windows of these groups of texts, by text."""
+    return {
+        name: [window.to(device) for window in each]
+        for group in which
+        for name, each in texts.evaluation(tokenizer.encode, group).items()
+    }
+
+
+def quality_columns(found: Found, reference: Found) -> dict[str, float]:
+    """Perplexity, and agreement with the reference in percent, as columns of a row."""
+    columns = {}
+    for name, (perplexity, top) in found.items():
+        columns[f"ppl_{name}"] = round(perplexity, 3)
+        same = (top == reference[name][1]).float().mean()
+        columns[f"agree_{name}"] = round(100 * float(same), 2)
+    return columns
+
+
 @torch.inference_mode()
-def evaluate(model: Any, windows: dict[str, list[Tensor]]) -> dict[str, tuple[float, Tensor]]:
+def evaluate(model: Any, windows: Windows) -> Found:
     """Perplexity over the predictions inside each window, and every argmax."""
     return {name: _perplexity(model, text) for name, text in windows.items()}
 

@@ -112,21 +112,11 @@ def _build(
 def _anchors(folder: Path, device: str) -> dict[str, float]:
     """Perplexity of the checkpoint, and of the dense model, on every text."""
     dense, tokenizer = anchors.load_model()
-    chosen = ("anchors", "heldout", "other")
-    windows = {
-        name: [window.to(device) for window in each]
-        for which in chosen
-        for name, each in texts.evaluation(tokenizer.encode, which).items()
-    }
+    windows = anchors.evaluation_windows(tokenizer, ("anchors", "heldout", "other"), device)
     before = anchors.evaluate(dense.to(device), windows)
     after = anchors.evaluate(hopsparse.load(folder, device=device, dtype=torch.float32), windows)
-    row = {}
-    for name in windows:
-        row[f"ppl_{name}_dense"] = round(before[name][0], 3)
-        row[f"ppl_{name}"] = round(after[name][0], 3)
-        same = (after[name][1] == before[name][1]).float().mean()
-        row[f"agree_{name}"] = round(100 * float(same), 2)
-    return row
+    known = {f"ppl_{name}_dense": round(before[name][0], 3) for name in windows}
+    return known | anchors.quality_columns(after, before)
 
 
 def _tell(step: Progress) -> None:
