@@ -6,12 +6,14 @@ torch is loaded all the same: `import hopsparse` registers the operators of expo
 
 from .model_plan import OBJECTIVES, ModelPlan
 from .solve import Front, Option, Point, Solution, solve
+from .spec import KernelSpec
 from .target import TARGETS, Peak, Target, mig_slice, target
 
 __all__ = [
     "OBJECTIVES",
     "TARGETS",
     "Front",
+    "KernelSpec",
     "ModelPlan",
     "Option",
     "Peak",
