@@ -1,0 +1,1 @@
+"""From a KernelSpec to a cubin: no torch, no driver, no GPU."""

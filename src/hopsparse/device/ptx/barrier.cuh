@@ -1,0 +1,65 @@
+// mbarriers, and clusters of blocks that share them.
+#pragma once
+#include "ptx/base.cuh"
+
+__device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// `bar` is an address of the cluster, as `cluster_address` makes it. Without .release.cluster, which
+// costs a fence of all memory (MEMBAR.ALL.GPU, 1.3 x the time of a whole GEMM): it orders no write
+// of this thread, so it may only tell that reads are over.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// A wrong count ends in a launch error after some seconds, not in a hang. The loop is PTX on
+// purpose: written in C++ it makes ptxas serialise wgmma (C7512).
+__device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{.reg .pred done, late;\n"
+      ".reg .u32 spin;\n"
+      "mov.u32 spin, 0;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "add.u32 spin, spin, 1;\n"
+      "setp.gt.u32 late, spin, 4000000;\n"
+      "@late trap;\n"
+      "bra again;\n"
+      "ready:}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// This block's shared address, as the same place in block `rank` of the cluster.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}

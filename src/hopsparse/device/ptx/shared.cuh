@@ -1,0 +1,20 @@
+// Loads and stores of shared memory whose offsets are immediates: no address arithmetic in loops.
+#pragma once
+#include "ptx/base.cuh"
+
+template <int Offset>
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1 + %2];" : "=r"(word) : "r"(address), "n"(Offset) : "memory");
+  return word;
+}
+
+// Four 8 x 8 matrices of 16-bit values, each written transposed: lane i holds row i / 4 and columns
+// 2 (i % 4), + 1 of every matrix, and the address of stored row i % 8 of matrix i / 8.
+template <int Offset>
+__device__ __forceinline__ void store_transposed_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(a), "r"(b), "r"(c), "r"(d), "n"(Offset)
+               : "memory");
+}
