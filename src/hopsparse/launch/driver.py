@@ -50,6 +50,7 @@ _HINTS = {
     1: "compare grid, block, cluster and shared memory with the limits of the GPU",
     2: "free device memory: smaller tensors, or torch.cuda.empty_cache()",
     3: _FAILED_KERNEL,
+    101: "an ordinal below torch.cuda.device_count()",
     200: _OTHER_GPU,
     201: "use the device that the kernel was loaded on",
     209: _OTHER_GPU,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -53,8 +54,8 @@ class Kernel:
     """
 
     def __init__(self, image: bytes, spec: KernelSpec, device: int) -> None:
-        refuse_while_capturing(spec, device)
         device_facts(device).require(spec.arch)
+        refuse_while_capturing(spec, device)
         self.spec = spec
         self.device = device
         self.context = primary_context(device)
@@ -64,15 +65,18 @@ class Kernel:
         # All that a launch writes is made here, once; the lock keeps threads from mixing it.
         self._lock = threading.Lock()
         self._config = launch_config(spec)
-        self._config_address = ctypes.addressof(self._config)
         self._attribute_count = self._config.attribute_count
         self._args, address = _aligned(spec.args_bytes)
-        self._parameters = (ctypes.c_void_p * 1)(address)
-        self._parameters_address = ctypes.addressof(self._parameters)
         self._current = ctypes.c_void_p()
-        self._current_address = ctypes.addressof(self._current)
+        self._current_ref = ctypes.byref(self._current)
         self._get_current = require_driver().cuCtxGetCurrent
-        self._launch = require_driver().cuLaunchKernelEx
+        self._launch = functools.partial(
+            require_driver().cuLaunchKernelEx,
+            ctypes.byref(self._config),
+            ctypes.c_void_p(self.function),
+            (ctypes.c_void_p * 1)(address),
+            None,
+        )
 
     def launch(
         self, grid: tuple[int, int, int] | int, args: Args, stream: int, *, pdl: bool = False
@@ -100,20 +104,14 @@ class Kernel:
             config.stream = stream
             config.attribute_count = self._attribute_count + pdl
             self._args[:] = args
-            code = self._get_current(self._current_address)
+            code = self._get_current(self._current_ref)
             if not code and self._current.value == self.context:
-                code = self._enqueue()
+                code = self._launch()
             else:  # another GPU is current, or none was ever used on this thread
                 with entered(self.context):
-                    code = self._enqueue()
+                    code = self._launch()
         if code:
             check(code, "cuLaunchKernelEx")
-
-    def _enqueue(self) -> int:
-        code: int = self._launch(
-            self._config_address, self.function, self._parameters_address, None
-        )
-        return code
 
     def _check(self, x: int, y: int, z: int, args: bytes, pdl: bool) -> None:
         spec = self.spec
@@ -199,8 +197,8 @@ def kernel_for(spec: KernelSpec, device: int, cubin_of: Callable[[KernelSpec], b
     key = (spec, device)
     if (known := _LOADED.get(key)) is not None:
         return known
-    refuse_while_capturing(spec, device)
     device_facts(device).require(spec.arch)
+    refuse_while_capturing(spec, device)
     image = cubin_of(spec)
     with _LOADING:
         if (known := _LOADED.get(key)) is None:
