@@ -1,6 +1,6 @@
 // Small kernels that show, exactly, whether a launch did what it was asked for.
 //
-// Appended to this text: kRows and kRowBytes, the box of `move_box`.
+// Appended to this text: entries `move_<bytes>` that call `move`, one a width of box.
 
 using u8 = unsigned char;
 using u32 = unsigned int;

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,21 +26,21 @@ from hopsparse.launch import (
     kernel_for,
     max_active_blocks,
     max_active_clusters,
-    pdl_is_safe,
 )
 from hopsparse.plan import KernelSpec
+from tests.helpers.compiled import compiled
 
-SOURCE = Path(__file__).with_name("launch.cuh").read_text()
 BOX_ROWS, SWIZZLES = 8, (0, 32, 64, 128)
+SOURCE = Path(__file__).with_name("launch.cuh").read_text() + "".join(
+    f'extern "C" __global__ void move_{width}(const __grid_constant__ MoveArgs a) '
+    f"{{ move<{BOX_ROWS}, {width}>(a); }}\n"
+    for width in (32, 64, 128)
+)
 SPEC = KernelSpec(
     op="test",
     name="add",
     kernel="",
-    text="".join(
-        f'extern "C" __global__ void move_{width}(const __grid_constant__ MoveArgs a) '
-        f"{{ move<{BOX_ROWS}, {width}>(a); }}\n"
-        for width in (32, 64, 128)
-    ),
+    text="",
     entry="add",
     threads=128,
     cluster=(1, 1, 1),
@@ -51,26 +50,9 @@ SPEC = KernelSpec(
 RELAY = replace(SPEC, name="relay", entry="relay", args_bytes=16, pdl=True)
 
 
-def compiled(form: str) -> bytes:
-    """The kernels of this file as `CUBIN` or `PTX`."""
-    from cuda.bindings import nvrtc
-
-    def done(result: tuple[Any, ...]) -> Any:
-        assert int(result[0]) == 0, result[0]
-        return result[1] if len(result) > 1 else None
-
-    source = (SOURCE + SPEC.text).encode()
-    program = done(nvrtc.nvrtcCreateProgram(source, b"launch.cu", 0, [], []))
-    done(nvrtc.nvrtcCompileProgram(program, 2, [b"--gpu-architecture=sm_90a", b"--std=c++17"]))
-    image = bytes(done(getattr(nvrtc, f"nvrtcGet{form}Size")(program)))
-    done(getattr(nvrtc, f"nvrtcGet{form}")(program, image))
-    done(nvrtc.nvrtcDestroyProgram(program))
-    return image
-
-
 @pytest.fixture(scope="module")
 def cubin(device: torch.device) -> bytes:
-    return compiled("CUBIN")
+    return compiled(SOURCE, "CUBIN")
 
 
 @pytest.fixture
@@ -195,7 +177,6 @@ def test_a_repeated_map_is_the_kept_one(device: torch.device) -> None:
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_a_chain_with_early_starts_sees_what_was_written_before(pdl: bool, load: Load) -> None:
-    assert pdl_is_safe(compiled("PTX").decode())
     kernel, buffers = load(RELAY), (zeros(128), zeros(128))
     packed = [
         struct.pack("PP", a.data_ptr(), b.data_ptr()) for a, b in itertools.permutations(buffers)

@@ -1,9 +1,10 @@
-"""CUlaunchConfig of the driver as ctypes, filled from a spec."""
+"""CUlaunchConfig of the driver as ctypes, filled from a spec, and what a spec lets a launch be."""
 
 from __future__ import annotations
 
 import ctypes
 
+from ..errors import ArgumentError
 from ..plan.spec import KernelSpec
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
@@ -54,3 +55,43 @@ def launch_config(spec: KernelSpec) -> LaunchConfig:
     attributes[count].value[0] = 1
     grid, block = spec.cluster, (spec.threads, 1, 1)
     return LaunchConfig(*grid, *block, spec.smem_bytes, None, attributes, count)
+
+
+def check_launch(spec: KernelSpec, grid: tuple[int, int, int], args_bytes: int, pdl: bool) -> None:
+    """Refuse a launch that does not go with its spec. It needs no driver.
+
+    Args:
+        spec: The kernel.
+        grid: Blocks along x, y and z.
+        args_bytes: Size of the argument struct that was packed.
+        pdl: Whether it may start before the kernel ahead of it has ended.
+
+    Raises:
+        ArgumentError: The grid is empty or cuts a cluster, the size is another, or the kernel
+            does not wait for the one ahead.
+
+    Example:
+        >>> spec = KernelSpec("op", "name", "kernel.cuh", "", "entry", 384, (2, 1, 1), 1024, 64)
+        >>> check_launch(spec, (132, 1, 1), 64, pdl=False)
+    """
+    x, y, z = grid
+    a, b, c = spec.cluster
+    if x % a or y % b or z % c or x < 1 or y < 1 or z < 1:
+        near = [max(-(-n // side), 1) * side for n, side in zip(grid, spec.cluster, strict=True)]
+        raise ArgumentError(
+            f"a grid of {x} x {y} x {z} blocks for {spec.name}",
+            need=f"multiples of its cluster, {a} x {b} x {c}, and at least one block",
+            hint=" x ".join(map(str, near)),
+        )
+    if args_bytes != spec.args_bytes:
+        raise ArgumentError(
+            f"an argument of {args_bytes} bytes for {spec.name}",
+            need=f"{spec.args_bytes} bytes, the size of its struct",
+            hint="pack every field, and the padding behind the last one",
+        )
+    if pdl and not spec.pdl:
+        raise ArgumentError(
+            f"pdl=True for {spec.name}",
+            need="a kernel that executes griddepcontrol.wait, and a spec that says so",
+            hint="pdl=False",
+        )

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import UnsupportedError
 from ..plan.spec import KernelSpec
-from .config import launch_config
+from .config import check_launch, launch_config
 from .driver import (
     call,
     check,
@@ -97,7 +97,7 @@ class Kernel:
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         if type(args) is not bytes:
             args = bytes(args)
-        self._check(x, y, z, args, pdl)
+        check_launch(self.spec, (x, y, z), len(args), pdl)
         with self._lock:
             config = self._config
             config.grid_x, config.grid_y, config.grid_z = x, y, z
@@ -112,33 +112,6 @@ class Kernel:
                     code = self._launch()
         if code:
             check(code, "cuLaunchKernelEx")
-
-    def _check(self, x: int, y: int, z: int, args: bytes, pdl: bool) -> None:
-        spec = self.spec
-        a, b, c = spec.cluster
-        if x % a or y % b or z % c or x < 1 or y < 1 or z < 1:
-            raise ArgumentError(
-                f"a grid of {x} x {y} x {z} blocks for {spec.name}",
-                need=f"multiples of its cluster, {a} x {b} x {c}, and at least one block",
-                hint="{} x {} x {}".format(
-                    *(
-                        max(1, math.ceil(n / m)) * m
-                        for n, m in zip((x, y, z), spec.cluster, strict=True)
-                    )
-                ),
-            )
-        if len(args) != spec.args_bytes:
-            raise ArgumentError(
-                f"an argument of {len(args)} bytes for {spec.name}",
-                need=f"{spec.args_bytes} bytes, the size of its struct",
-                hint="pack every field, and the padding behind the last one",
-            )
-        if pdl and not spec.pdl:
-            raise ArgumentError(
-                f"pdl=True for {spec.name}",
-                need="a kernel that executes griddepcontrol.wait, which its spec says",
-                hint="pdl=False",
-            )
 
 
 def _load(image: bytes, spec: KernelSpec) -> int:
