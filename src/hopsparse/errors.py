@@ -6,6 +6,7 @@ HopsparseError
 ├── CalibrationError    the calibration or evaluation text cannot be used (also a ValueError)
 ├── CheckpointError     a file or folder is missing, corrupt, too new, or cannot be written
 ├── UnsupportedError    the request is meaningful, but nothing here can run it
+├── DriverError         the CUDA driver refused a call, or reported a kernel that failed
 └── VerificationError   a result was computed and is wrong
 
 A message has three parts: what arrived, what is required, and the nearest thing that works.
@@ -59,6 +60,10 @@ class CheckpointError(HopsparseError):
 
 class UnsupportedError(HopsparseError):
     """The request is meaningful, but nothing here can run it."""
+
+
+class DriverError(HopsparseError):
+    """The CUDA driver refused a call, or reported a kernel that failed earlier."""
 
 
 class VerificationError(HopsparseError):

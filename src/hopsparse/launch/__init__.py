@@ -1,0 +1,30 @@
+"""A cubin becomes a running kernel: the first folder that needs a driver, when it is called."""
+
+from .driver import DeviceFacts, check, device_facts, require_driver
+from .graph import Graph, capture
+from .kernel import Args, Kernel, kernel_for
+from .occupancy import max_active_blocks, max_active_clusters
+from .pdl import pdl_is_safe
+from .stream import current_stream, is_capturing
+from .tensormap import MAP_BYTES, Element, check_tiled, encode
+
+__all__ = [
+    "MAP_BYTES",
+    "Args",
+    "DeviceFacts",
+    "Element",
+    "Graph",
+    "Kernel",
+    "capture",
+    "check",
+    "check_tiled",
+    "current_stream",
+    "device_facts",
+    "encode",
+    "is_capturing",
+    "kernel_for",
+    "max_active_blocks",
+    "max_active_clusters",
+    "pdl_is_safe",
+    "require_driver",
+]
