@@ -98,7 +98,7 @@ class KernelCache:
         """The compiled kernel, from memory, from the folder, or compiled now and stored.
 
         Raises:
-            CompileError: It does not compile, or `spec.pdl` does not agree with its text.
+            CompileError: It does not compile, or its code is not what the spec says.
             UnsupportedError: There is no NVRTC.
         """
         return self._get(spec)[0]
@@ -186,7 +186,7 @@ class KernelCache:
         if cubin is None:
             cubin = compile_unit(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc)
             self._store(path, cubin)
-        _check_early_start(spec, cubin)
+        _check(spec, cubin)
         self._loaded[spec] = cubin
         return cubin, was_cached
 
@@ -276,16 +276,22 @@ def decode(entry: bytes, key: str) -> Cubin | None:
         return None
 
 
-def _check_early_start(spec: KernelSpec, cubin: Cubin) -> None:
-    """Whoever starts before the kernel ahead of it has ended must wait for what that one writes."""
-    if spec.pdl == cubin.has_grid_wait:
-        return
-    has = "has" if cubin.has_grid_wait else "does not have"
-    raise CompileError(
-        f"{spec.op}/{spec.name}: pdl is {spec.pdl}, and its code {has} griddepcontrol.wait",
-        need="pdl exactly where the kernel waits",
-        hint="set pdl in the spec, or wait before the first read of what another kernel writes",
-    )
+def _check(spec: KernelSpec, cubin: Cubin) -> None:
+    """A launch trusts the spec: what the code does otherwise would be garbage, and no error."""
+    name = f"{spec.op}/{spec.name}"
+    if spec.args_bytes != cubin.args_bytes:
+        raise CompileError(
+            f"{name}: args_bytes is {spec.args_bytes}, and its code takes {cubin.args_bytes} bytes",
+            need="the size of its argument struct, as C++ lays it out",
+            hint="compare the fields in the kernel with those that Python packs",
+        )
+    if spec.pdl != cubin.has_grid_wait:
+        has = "has" if cubin.has_grid_wait else "does not have"
+        raise CompileError(
+            f"{name}: pdl is {spec.pdl}, and its code {has} griddepcontrol.wait",
+            need="pdl exactly where the kernel waits",
+            hint="set pdl in the spec, or wait before the first read of another kernel's results",
+        )
 
 
 def _size(path: Path) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+#: How logs call the text that is compiled.
+UNIT_NAME = "kernel.cu"
 _FUNCTION = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -21,6 +23,7 @@ class Cubin:
         stack_bytes: Local memory of a thread, of the kernel and what it calls.
         spill_bytes: Bytes that are spilled to it and loaded back.
         static_smem_bytes: Shared memory that is declared, not asked for at launch.
+        args_bytes: Size of its arguments.
         advice: The C75xx lines of ptxas: wgmma that does not run as it is written.
         warnings: Lines of the log that warn.
         has_grid_wait: Whether it executes griddepcontrol.wait, so that it may start early.
@@ -34,6 +37,7 @@ class Cubin:
     stack_bytes: int
     spill_bytes: int
     static_smem_bytes: int
+    args_bytes: int
     advice: tuple[str, ...]
     warnings: tuple[str, ...]
     has_grid_wait: bool
@@ -78,6 +82,18 @@ def usage_of(log: str, entry: str) -> Usage | None:
     )
 
 
+def args_bytes_of(ptx: str, entry: str) -> int:
+    """Size of the arguments of a kernel, without padding between them: ours have one.
+
+    Example:
+        >>> args_bytes_of(".visible .entry entry(.param .align 64 .b8 entry_param_0[192])", "entry")
+        192
+    """
+    declared = re.search(rf"\.entry {re.escape(entry)}\(([^)]*)\)", ptx)
+    each = re.findall(r"\.[bsuf](\d+)[^,\[]*(?:\[(\d+)\])?", declared[1] if declared else "")
+    return sum(int(bits) // 8 * int(count or 1) for bits, count in each)
+
+
 def advice_in(log: str) -> tuple[str, ...]:
     """The lines with a C75xx number, each once."""
     return _lines(log, r"\(C75\d\d\)")
@@ -88,9 +104,15 @@ def warnings_in(log: str) -> tuple[str, ...]:
     return _lines(log, r"\bwarning\b")
 
 
-def errors_in(log: str) -> tuple[str, ...]:
-    """The lines that name an error, each once."""
-    return _lines(log, r"\berror\b")
+def errors_in(log: str, text: str) -> tuple[str, ...]:
+    """The lines that name an error, each once, with the line of the text that they are about."""
+    source = text.splitlines()
+    found = []
+    for line in _lines(log, r"\berror\b"):
+        place = re.match(rf"{re.escape(UNIT_NAME)}\((\d+)\)", line)
+        quoted = f" in `{source[int(place[1]) - 1].strip():.100}`" if place else ""
+        found.append(line + quoted)
+    return tuple(found)
 
 
 def _lines(log: str, pattern: str) -> tuple[str, ...]:
