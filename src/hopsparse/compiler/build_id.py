@@ -38,12 +38,14 @@ def build_id(path: Path) -> str:
 def _notes(file: BinaryIO) -> Iterator[tuple[int, int]]:
     """Offset and size of the note segments of a 64-bit ELF file."""
     header = file.read(64)
+    if not header.startswith(b"\x7fELF"):
+        raise OSError("not an ELF file")
     (table,) = struct.unpack_from("<Q", header, 32)
     entry_bytes, count = struct.unpack_from("<HH", header, 54)
     file.seek(table)
     segments = file.read(entry_bytes * count)
-    for start in range(0, len(segments), entry_bytes):
-        kind, _, offset, _, _, size = struct.unpack_from("<IIQQQQ", segments, start)
+    for number in range(count):
+        kind, _, offset, _, _, size = struct.unpack_from("<IIQQQQ", segments, number * entry_bytes)
         if kind == _SEGMENT_NOTE:
             yield offset, size
 

@@ -101,7 +101,7 @@ def advice_in(log: str) -> tuple[str, ...]:
 
 def warnings_in(log: str) -> tuple[str, ...]:
     """The lines that warn, each once."""
-    return _lines(log, r"\bwarning\b")
+    return _lines(log, r"\bwarning\s*[:#]")
 
 
 def errors_in(log: str, text: str) -> tuple[str, ...]:
