@@ -5,6 +5,7 @@ HopsparseError
 ├── FormatError         tensors do not form a valid matrix of their format (also a ValueError)
 ├── CalibrationError    the calibration or evaluation text cannot be used (also a ValueError)
 ├── CheckpointError     a file or folder is missing, corrupt, too new, or cannot be written
+├── CompileError        the text of a kernel does not compile, or is not what its spec says
 ├── UnsupportedError    the request is meaningful, but nothing here can run it
 ├── DriverError         the CUDA driver refused a call, or reported a kernel that failed
 └── VerificationError   a result was computed and is wrong
@@ -56,6 +57,10 @@ class CalibrationError(HopsparseError, ValueError):
 
 class CheckpointError(HopsparseError):
     """A file or folder is missing, corrupt, too new, or cannot be written."""
+
+
+class CompileError(HopsparseError):
+    """The text of a kernel does not compile, or is not what its spec says."""
 
 
 class UnsupportedError(HopsparseError):

@@ -40,7 +40,14 @@ class Settings:
         """
         variables = os.environ if environment is None else environment
         if chosen := variables.get(CACHE_VARIABLE):
-            return cls(cache_dir=Path(chosen).expanduser())
+            return cls(cache_dir=_expanded(chosen))
         base = variables.get("XDG_CACHE_HOME")
-        root = Path(base) if base else Path("~/.cache").expanduser()
-        return cls(cache_dir=root / "hopsparse")
+        return cls(cache_dir=(Path(base) if base else _expanded("~/.cache")) / "hopsparse")
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        # A user without a home has no cache: this is a folder that nobody can make.
+        return Path(os.devnull) / path
