@@ -80,7 +80,7 @@ def test_module_moves_copies_and_names_its_plan(device: torch.device) -> None:
     layer = SparseLinear.from_linear(linear)
     x = torch.randint(-1, 2, (5, 256)).to(torch.bfloat16)
     moved = copy.deepcopy(layer).to(device)
-    assert moved.plan(x.to(device)).name == "dense"
+    assert moved.plan(x.to(device)).name == "kernel"
     assert layer.plan(x).name == "reference"
     assert moved.values.device == device
     bound = product_bound(x, linear.weight, torch.float32, torch.bfloat16, linear.bias)

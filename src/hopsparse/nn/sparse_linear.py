@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ArgumentError, FormatError
 from ..formats import (
     BSR,
+    NM,
     Attribute,
     Quantized,
     SparseMatrix,
@@ -213,7 +214,7 @@ class SparseLinear(nn.Module):
             plan = product_plan("linear", x)
         if isinstance(matrix, Quantized):
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
-        if not self._may_keep(matrix):
+        if plan.name == "kernel" or not self._may_keep(matrix):
             return plan
         nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
         why = plan.why.replace(
@@ -261,6 +262,11 @@ class SparseLinear(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         if isinstance(self._form, Quantized):
             x = self._rounded(x, self._form)
+        elif isinstance(self._form, NM) and x.device.type == "cuda":
+            matrix = self._checked_matrix()
+            check_inputs("linear", matrix, x, self.bias)
+            if spmm_nm.has_kernel(matrix, x):
+                return spmm_nm.run_kernel(matrix, x, self.bias)
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -289,11 +295,28 @@ class SparseLinear(nn.Module):
         plan = product_plan("linear", x)
         return planned_product(plan, matrix, x, self.bias, reference=reference_product)
 
+    def _checked_matrix(self) -> NM:
+        """The weight, put together and checked again only where a part is another tensor."""
+        if torch.compiler.is_compiling():
+            return cast(NM, self.matrix)
+        known, buffers = self._checked, self._buffers
+        if (
+            known is not None
+            and known.values is buffers["values"]
+            and known.meta is buffers["meta"]
+        ):
+            return known
+        matrix = cast(NM, self.matrix)
+        check_weight("linear", matrix)
+        self._checked = matrix
+        return matrix
+
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
         # Without its tensors, which live in the buffers alone.
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[tuple[str, Tensor, int, int]], Tensor] | None = None
+        self._checked: NM | None = None
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         if not self.keep_decoded or torch.compiler.is_compiling():
@@ -359,7 +382,7 @@ class SparseLinear(nn.Module):
                 return moved
             return tensor.to(moved.device)
 
-        self._decoded = None
+        self._decoded, self._checked = None, None
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         if isinstance(self._form, Quantized):
             self._form = self._form.with_dtype(after)
@@ -378,7 +401,7 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **kwargs: Any
     ) -> None:
-        self._decoded = None
+        self._decoded, self._checked = None, None
         super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
         errors: list[str] = kwargs["error_msgs"] if "error_msgs" in kwargs else rest[-1]
         matrix = self.matrix
@@ -396,4 +419,4 @@ class SparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
-        return {**self.__dict__, "_decoded": None}
+        return {**self.__dict__, "_decoded": None, "_checked": None}

@@ -285,7 +285,7 @@ def _(parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: st
 
 
 @torch.library.custom_op("hopsparse::gather_kept", mutates_args=())
-def _gather_kept(
+def gather_kept(
     grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
 ) -> list[Tensor]:
     """Entries of `grad` [rows, cols] at the places of the kept values, shaped as the values are."""
@@ -300,7 +300,7 @@ def _gather_kept(
     return [piece.view(part.shape).clone() for piece, part in zip(pieces, values, strict=True)]
 
 
-@_gather_kept.register_fake
+@gather_kept.register_fake
 def _(
     grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
 ) -> list[Tensor]:
@@ -315,7 +315,7 @@ def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, outp
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[object, ...]:
     parts = ctx.saved_tensors  # type: ignore[attr-defined]
-    found = iter(_gather_kept(grad, parts, *ctx.facts))  # type: ignore[attr-defined]
+    found = iter(gather_kept(grad, parts, *ctx.facts))  # type: ignore[attr-defined]
     return [next(found) if part.is_floating_point() else None for part in parts], *[None] * 4
 
 

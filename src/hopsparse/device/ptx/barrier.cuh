@@ -20,9 +20,9 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// `bar` is an address of the cluster, as `cluster_address` makes it. Without .release.cluster, which
-// costs a fence of all memory (MEMBAR.ALL.GPU, 1.3 x the time of a whole GEMM): it orders no write
-// of this thread, so it may only tell that reads are over.
+// `bar` is an address of the cluster, as `cluster_address` makes it. Without .release.cluster,
+// which costs a fence of all memory (MEMBAR.ALL.GPU, 1.3 x the time of a whole GEMM): it orders no
+// write of this thread, so it may only tell that reads are over.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }

@@ -13,8 +13,8 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 // 2 (i % 4), + 1 of every matrix, and the address of stored row i % 8 of matrix i / 8.
 template <int Offset>
 __device__ __forceinline__ void store_transposed_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(a), "r"(b), "r"(c), "r"(d), "n"(Offset)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d), "n"(Offset)
+      : "memory");
 }

@@ -50,10 +50,10 @@ __device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map
 
 // A box back to global memory; what lies outside the tensor is not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 src, int c0, int c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                   &map),
-               "r"(src), "r"(c0), "r"(c1)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+      "r"(src), "r"(c0), "r"(c1)
+      : "memory");
 }
 
 __device__ __forceinline__ void tma_store_commit() {

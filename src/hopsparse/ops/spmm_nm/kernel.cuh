@@ -7,7 +7,8 @@
 //   cluster    kClusterOut blocks share their tokens, kClusterTokens blocks their weights: each
 //              loads a slice and multicasts it
 //   grid       persistent; tiles in the order of tile/raster.cuh
-// Bound: tensor cores from some hundred tokens on, weight bytes below. Measured: docs/ops/spmm_nm.md.
+// Bound: tensor cores from some hundred tokens on, weight bytes below. Measured:
+// docs/ops/spmm_nm.md.
 
 #include "epilogue/activation.cuh"
 #include "epilogue/value.cuh"
@@ -22,17 +23,17 @@
 namespace spmm_nm {
 
 struct Args {
-  TensorMap x;         // [tokens, k], boxes of 64 columns
-  TensorMap values;    // [steps, panels, 2048 bytes]
-  TensorMap meta;      // [panels, units, 128 words]
-  TensorMap y;         // [tokens, out], boxes of 64 out-features; unused by direct stores
-  void* out_values;    // y again, for direct stores
-  const void* bias;    // [out] or null
+  TensorMap x;           // [tokens, k], boxes of 64 columns
+  TensorMap values;      // [steps, panels, 2048 bytes]
+  TensorMap meta;        // [panels, units, 128 words]
+  TensorMap y;           // [tokens, out], boxes of 64 out-features; unused by direct stores
+  void* out_values;      // y again, for direct stores
+  const void* bias;      // [out], of the type of x, or null
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
   float alpha;
   int tokens, out;
-  int stages_of_k;               // even: k in stages, rounded up; what lies past k is zero
-  int out_tiles, token_tiles;    // in tiles of a cluster
+  int stages_of_k;             // even: k in stages, rounded up; what lies past k is zero
+  int out_tiles, token_tiles;  // in tiles of a cluster
   int raster_group;
 };
 
@@ -186,9 +187,8 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
                                                bool first) {
   using S = Smem<C>;
   constexpr u32 kStepsApart = S::kPanels * kStepBytes;
-  const u32 meta =
-      smem + S::kMetaAt + ring.stage * S::kMeta + wg * C::kPanels * C::kUnits * 512 +
-      threadIdx.x % 128 * 4;
+  const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta + wg * C::kPanels * C::kUnits * 512 +
+                   threadIdx.x % 128 * 4;
   const u64 a = core_matrix_descriptor(
       smem + S::kValuesAt + ring.stage * S::kValues + wg * C::kPanels * kStepBytes, 128, 256);
   const u64 b = swizzled_descriptor(smem + ring.stage * S::kX);
@@ -278,8 +278,7 @@ __device__ __forceinline__ void store_panel(const Args& args, float (&d)[C::kTok
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const float (&d)[C::kTokens / 2],
-                                                     const float (&bias)[2], int out0,
-                                                     int token0) {
+                                                     const float (&bias)[2], int out0, int token0) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
   for (int i = 0; i < C::kTokens / 2; ++i) {
@@ -305,7 +304,7 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int out = out0 + lane_row + i * 8;
-        if (out < args.out) bias[i] = load_value<C::kOut>(args.bias, out);
+        if (out < args.out) bias[i] = load_value<C::kIn>(args.bias, out);
       }
     }
     const int token0 = tile.tokens * C::kTokens;

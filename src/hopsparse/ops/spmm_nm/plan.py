@@ -1,171 +1,67 @@
-"""What spmm_nm may run for a problem: tiles, stages, clusters, and the kernel each of them is."""
+"""What spmm_nm runs for a problem: which kernels may, and which one does."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
 
-from ...compiler.wgmma import sparse_product
-from ...errors import ArgumentError
 from ...plan import KernelSpec
+from .cost import Problem, predicted_us
+from .kernel import Config, deepest, spec_for
 
-PANEL = 64  # out-features of one instruction, rows of a panel of the packed layout
-UNIT = 64  # columns of k in a unit of the packed layout
-_KINDS = {"bfloat16": "bf16", "float16": "f16"}
-_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-_SMEM_BYTES = 227 * 1024
-# Registers a thread of the producer and of a consumer keeps, by warpgroups of consumers: 64 Ki in
-# all, in steps of 8.
-_REGISTERS = {1: (40, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
+__all__ = ["CANDIDATES", "SASS", "Problem", "candidates", "choose", "every_spec"]
+
+#: Instructions that every kernel of this operator must hold.
+SASS = ("HGMMA.SP", "UTMALDG", "USETMAXREG")
 
 
-@dataclass(frozen=True)
-class Config:
-    """How a block divides its work; the fields of `Config` in kernel.cuh.
-
-    Attributes:
-        warpgroups: Consumers, 1 to 4.
-        panels: Panels of 64 out-features each of them multiplies.
-        tokens: Tokens of a tile, a multiple of 16.
-        units: Units of 64 columns of k in a stage.
-        stages: Stages of shared memory.
-        cluster_out: Blocks that share their tokens.
-        cluster_tokens: Blocks that share their weights.
-    """
-
-    warpgroups: int
-    panels: int
-    tokens: int
-    units: int
-    stages: int
-    cluster_out: int = 1
-    cluster_tokens: int = 1
-
-    @property
-    def out(self) -> int:
-        """Out-features of a tile."""
-        return PANEL * self.warpgroups * self.panels
-
-    @property
-    def name(self) -> str:
-        """Tile, stages and cluster, as people write them."""
-        return (
-            f"{self.out}x{self.tokens}x{UNIT * self.units}_w{self.warpgroups}_s{self.stages}"
-            f"_c{self.cluster_out}x{self.cluster_tokens}"
-        )
-
-    @property
-    def store_tokens(self) -> int:
-        """Tokens of y that one TMA store writes."""
-        return next(n for n in (32, 16) if self.tokens % n == 0)
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a stage: tokens, kept values, index words."""
-        panels = self.warpgroups * self.panels
-        return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512))
-
-    def smem_bytes(self, *, direct: bool = False) -> int:
-        """Dynamic shared memory of a block."""
-        store = 0 if direct else 2 * self.warpgroups * self.store_tokens * 128
-        return self.stages * (self.stage_bytes + 16) + store
+def _tile(
+    warpgroups: int, panels: int, tokens: int, units: int, cluster: tuple[int, int] = (1, 1)
+) -> Config:
+    return deepest(Config(warpgroups, panels, tokens, units, 2, *cluster))
 
 
-def widest(config_without_stages: Config, *, direct: bool = False) -> Config:
-    """The same with as many stages as shared memory holds, 8 at most."""
-    c = config_without_stages
-    for stages in range(8, 1, -1):
-        fitted = Config(**{**c.__dict__, "stages": stages})
-        if fitted.smem_bytes(direct=direct) <= _SMEM_BYTES:
-            return fitted
-    raise ArgumentError(f"tile {c.name}", need="two stages in shared memory", hint="a smaller tile")
+#: Every tile that is ever considered, the largest first.
+CANDIDATES: tuple[Config, ...] = (
+    _tile(2, 1, 256, 1, (2, 1)),
+    _tile(2, 1, 256, 1),
+    _tile(2, 2, 192, 1, (2, 1)),
+    _tile(2, 2, 192, 1),
+    _tile(2, 2, 128, 1, (2, 1)),
+    _tile(2, 2, 128, 1),
+    _tile(3, 1, 128, 1, (1, 2)),
+    _tile(3, 1, 128, 1),
+    _tile(2, 1, 128, 2, (1, 2)),
+    _tile(2, 1, 128, 2, (2, 1)),
+    _tile(2, 1, 128, 2),
+    _tile(1, 1, 128, 2),
+    _tile(3, 1, 64, 2, (1, 2)),
+    _tile(2, 1, 64, 2, (1, 2)),
+    _tile(2, 1, 64, 2),
+    _tile(1, 1, 64, 2),
+    _tile(2, 1, 32, 2),
+    _tile(1, 1, 32, 2),
+    _tile(2, 1, 16, 2),
+    _tile(1, 1, 16, 2),
+)
 
 
-class Args(ctypes.Structure):
-    """The argument struct of the kernel."""
-
-    _fields_ = (
-        ("x", ctypes.c_ubyte * 128),
-        ("values", ctypes.c_ubyte * 128),
-        ("meta", ctypes.c_ubyte * 128),
-        ("y", ctypes.c_ubyte * 128),
-        ("out_values", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("alpha", ctypes.c_float),
-        ("tokens", ctypes.c_int),
-        ("out", ctypes.c_int),
-        ("stages_of_k", ctypes.c_int),
-        ("out_tiles", ctypes.c_int),
-        ("token_tiles", ctypes.c_int),
-        ("raster_group", ctypes.c_int),
-    )
+def candidates(problem: Problem, sm_count: int) -> list[Config]:
+    """All tiles, the one that is predicted to be fastest first."""
+    return sorted(CANDIDATES, key=lambda config: predicted_us(config, problem, sm_count))
 
 
-# The struct holds tensor maps, which are aligned to 64 bytes, and so is its size.
-ARGS_BYTES = -(-ctypes.sizeof(Args) // 64) * 64
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, sm_count: int) -> Config:
+    """The tile that runs."""
+    return candidates(problem, sm_count)[0]
 
 
-@lru_cache(maxsize=None)
-def spec_for(
-    config: Config,
-    dtype: str,
-    *,
-    out_dtype: str | None = None,
-    activation: str = "none",
-    residual: bool = False,
-    direct: bool = False,
-) -> KernelSpec:
-    """The kernel of a config.
-
-    Args:
-        config: Tile, stages, cluster.
-        dtype: Of x and w: `bfloat16` or `float16`.
-        out_dtype: Of y; None is that of x. float32 is stored directly.
-        activation: One of `ACTIVATIONS`.
-        residual: Whether something is added to y at the end.
-        direct: Whether y is stored without TMA.
-    """
-    out_dtype = out_dtype or dtype
-    direct = direct or out_dtype == "float32"
-    producer, consumer = _REGISTERS[config.warpgroups]
-    threads = 128 * (config.warpgroups + 1)
-    cluster = config.cluster_out * config.cluster_tokens
-    text = f"""
-struct Config {{
-  static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
-  static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
-  static constexpr int kStages = {config.stages}, kStoreTokens = {config.store_tokens};
-  static constexpr int kClusterOut = {config.cluster_out};
-  static constexpr int kClusterTokens = {config.cluster_tokens};
-  static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
-  static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
-  static constexpr Activation kActivation = Activation::{activation};
-  static constexpr Type kOut = Type::{_TYPES[out_dtype]};
-{sparse_product(_KINDS[dtype], config.tokens)}}};
-
-static_assert(sizeof(spmm_nm::Args) == {ARGS_BYTES}, "Args of kernel.cuh and of plan.py differ");
-static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)},
-              "shared memory of kernel.cuh and of plan.py differ");
-extern __shared__ __align__(1024) u8 dynamic_smem[];
-
-extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({threads}, 1)
-    spmm_nm_kernel(const __grid_constant__ spmm_nm::Args args) {{
-  spmm_nm::run<Config>(args, dynamic_smem);
-}}
-"""
-    extras = "".join(f" {word}" for word in (activation, out_dtype) if word not in ("none", dtype))
-    return KernelSpec(
-        op="spmm_nm",
-        name=f"{_KINDS[dtype]} {config.name}{extras}"
-        f"{' residual' if residual else ''}{' direct' if direct else ''}",
-        kernel="ops/spmm_nm/kernel.cuh",
-        text=text,
-        entry="spmm_nm_kernel",
-        threads=threads,
-        cluster=(cluster, 1, 1),
-        smem_bytes=config.smem_bytes(direct=direct),
-        args_bytes=ARGS_BYTES,
-    )
+def every_spec() -> list[KernelSpec]:
+    """Every kernel that a plain product may run, and one of each kind of epilogue."""
+    specs = [spec_for(config, dtype) for dtype in ("bfloat16", "float16") for config in CANDIDATES]
+    for config in (CANDIDATES[0], CANDIDATES[2], CANDIDATES[-1]):
+        specs += [spec_for(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
+        specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
+        specs.append(spec_for(config, "float16", out_dtype="float32"))
+        specs.append(spec_for(config, "bfloat16", direct=True))
+    return specs

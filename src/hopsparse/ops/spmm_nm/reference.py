@@ -1,5 +1,55 @@
-"""What spmm_nm means: the product that all formats share."""
+"""What spmm_nm means: the product that all formats share, and its epilogue in float32."""
 
-from .._product import reference_product as spmm_nm
+from __future__ import annotations
 
-__all__ = ["spmm_nm"]
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...formats.nm import NM
+from ...formats.pattern import NMPattern
+from .._product import decompress, product
+
+__all__ = ["apply_activation", "decode", "spmm_nm"]
+
+
+def decode(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The dense [rows, cols] of the parts of a 2:4 matrix."""
+    return decompress(NM(shape, values, meta, NMPattern(2, 4)))
+
+
+def apply_activation(y: Tensor, activation: str) -> Tensor:
+    """One of `none`, `relu`, `gelu` (erf), `gelu_tanh`, `silu`, in the precision of `y`."""
+    if activation == "relu":
+        return F.relu(y)
+    if activation == "gelu":
+        return F.gelu(y)
+    if activation == "gelu_tanh":
+        return F.gelu(y, approximate="tanh")
+    if activation == "silu":
+        return F.silu(y)
+    return y
+
+
+def spmm_nm(
+    w: NM,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    alpha: float = 1.0,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Y = act(alpha * x @ w.T + bias) + residual; sums and epilogue in float32, rounded once."""
+    dense, out_dtype = decompress(w), out_dtype or x.dtype
+    plain = activation == "none" and alpha == 1.0 and residual is None
+    if plain and out_dtype == x.dtype:
+        return product(dense, x, bias)
+    wide = F.linear(x.to(torch.float32), dense.to(torch.float32)) * alpha
+    if bias is not None:
+        wide = wide + bias.to(torch.float32)
+    wide = apply_activation(wide, activation)
+    if residual is not None:
+        wide = wide + residual.to(torch.float32)
+    return wide.to(out_dtype)

@@ -1,0 +1,158 @@
+"""kernel.cuh as Python sees it: how a block divides its work, its text, its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from struct import Struct
+
+from ...compiler.wgmma import sparse_product
+from ...errors import ArgumentError
+from ...plan import KernelSpec, target
+
+PANEL = 64  # out-features of one instruction, rows of a panel of the packed layout
+UNIT = 64  # columns of k in a unit of the packed layout
+MAP_BYTES = 128
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_SMEM_BYTES = target("h200").smem_per_block
+# Registers a thread of the producer and of a consumer keeps, by warpgroups of consumers: 64 Ki in
+# all, in steps of 8.
+_REGISTERS = {1: (40, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block divides its work; the fields of `Config` in kernel.cuh.
+
+    Attributes:
+        warpgroups: Consumers, 1 to 4.
+        panels: Panels of 64 out-features each of them multiplies.
+        tokens: Tokens of a tile, a multiple of 16.
+        units: Units of 64 columns of k in a stage.
+        stages: Stages of shared memory.
+        cluster_out: Blocks that share their tokens.
+        cluster_tokens: Blocks that share their weights.
+    """
+
+    warpgroups: int
+    panels: int
+    tokens: int
+    units: int
+    stages: int
+    cluster_out: int = 1
+    cluster_tokens: int = 1
+
+    @property
+    def out(self) -> int:
+        """Out-features of a tile."""
+        return PANEL * self.warpgroups * self.panels
+
+    @property
+    def name(self) -> str:
+        """Tile, stages and cluster, as people write them."""
+        return (
+            f"{self.out}x{self.tokens}x{UNIT * self.units}_w{self.warpgroups}_s{self.stages}"
+            f"_c{self.cluster_out}x{self.cluster_tokens}"
+        )
+
+    @property
+    def store_tokens(self) -> int:
+        """Tokens of y that one TMA store writes."""
+        return next(n for n in (32, 16) if self.tokens % n == 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: tokens, kept values, index words."""
+        panels = self.warpgroups * self.panels
+        return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512))
+
+    def smem_bytes(self, *, direct: bool = False) -> int:
+        """Dynamic shared memory of a block."""
+        store = 0 if direct else 2 * self.warpgroups * self.store_tokens * 128
+        return self.stages * (self.stage_bytes + 16) + store
+
+
+def deepest(config: Config) -> Config:
+    """The same with as many stages as shared memory holds, 8 at most.
+
+    Example:
+        >>> deepest(Config(2, 1, 256, 1, stages=2)).stages
+        5
+    """
+    for stages in range(8, 1, -1):
+        fitted = replace(config, stages=stages)
+        if fitted.smem_bytes() <= _SMEM_BYTES:
+            return fitted
+    raise ArgumentError(
+        f"tile {config.name}", need="two stages in shared memory", hint="a smaller tile"
+    )
+
+
+#: What follows the four tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
+#: stages of k, tiles along out and tokens, raster group. The struct is as aligned as the maps.
+SCALARS = Struct("<3Q f 6i 12x")
+ARGS_BYTES = 4 * MAP_BYTES + SCALARS.size
+
+
+@cache
+def spec_for(
+    config: Config,
+    dtype: str,
+    *,
+    out_dtype: str | None = None,
+    activation: str = "none",
+    residual: bool = False,
+    direct: bool = False,
+) -> KernelSpec:
+    """The kernel of a config.
+
+    Args:
+        config: Tile, stages, cluster.
+        dtype: Of x and w: `bfloat16` or `float16`.
+        out_dtype: Of y; None is that of x. float32 is stored directly.
+        activation: One of `ACTIVATIONS`.
+        residual: Whether something is added to y at the end.
+        direct: Whether y is stored without TMA.
+    """
+    out_dtype = out_dtype or dtype
+    direct = direct or out_dtype == "float32"
+    producer, consumer = _REGISTERS[config.warpgroups]
+    threads = 128 * (config.warpgroups + 1)
+    cluster = config.cluster_out * config.cluster_tokens
+    text = f"""
+struct Config {{
+  static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
+  static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
+  static constexpr int kStages = {config.stages}, kStoreTokens = {config.store_tokens};
+  static constexpr int kClusterOut = {config.cluster_out};
+  static constexpr int kClusterTokens = {config.cluster_tokens};
+  static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
+  static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
+  static constexpr Activation kActivation = Activation::{activation};
+  static constexpr Type kIn = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out_dtype]};
+{sparse_product(_TYPES[dtype], config.tokens)}}};
+
+static_assert(sizeof(spmm_nm::Args) == {ARGS_BYTES}, "Args of kernel.cuh and of plan.py differ");
+static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)},
+              "shared memory of kernel.cuh and of plan.py differ");
+extern __shared__ __align__(1024) u8 dynamic_smem[];
+
+extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({threads}, 1)
+    spmm_nm_kernel(const __grid_constant__ spmm_nm::Args args) {{
+  spmm_nm::run<Config>(args, dynamic_smem);
+}}
+"""
+    extras = "".join(f" {word}" for word in (activation, out_dtype) if word not in ("none", dtype))
+    return KernelSpec(
+        op="spmm_nm",
+        name=f"{_TYPES[dtype]} {config.name}{extras}"
+        f"{' residual' if residual else ''}{' direct' if direct else ''}",
+        kernel="ops/spmm_nm/kernel.cuh",
+        text=text,
+        entry="spmm_nm_kernel",
+        threads=threads,
+        cluster=(cluster, 1, 1),
+        smem_bytes=config.smem_bytes(direct=direct),
+        args_bytes=ARGS_BYTES,
+    )
