@@ -2,4 +2,5 @@
 
 from hopsparse.measure.peers import CuBLAS
 
-NAME, available, prepare = CuBLAS.NAME, CuBLAS.available, CuBLAS.prepare
+NAME, available = CuBLAS.NAME, CuBLAS.available
+prepare, describe = CuBLAS.prepare, CuBLAS.describe

@@ -2,4 +2,5 @@
 
 from hopsparse.measure.peers import CuSPARSELt
 
-NAME, available, prepare = CuSPARSELt.NAME, CuSPARSELt.available, CuSPARSELt.prepare
+NAME, available = CuSPARSELt.NAME, CuSPARSELt.available
+prepare, describe = CuSPARSELt.prepare, CuSPARSELt.describe

@@ -1,7 +1,8 @@
 """What users have today for y = x @ w.T + bias: cuBLAS, and cuSPARSELt in its strongest form.
 
-A peer has `NAME`, `available()`, which says why it cannot run here, and `prepare(weight, bias)`,
-which makes a function of x. `benchmarks/rivals` has more of them in the same shape.
+A peer has `NAME`; `available()`, which says why it cannot run here; `prepare(weight, bias)`, which
+makes a function of x; and `describe(product, x)`, which says what that runs. `benchmarks/rivals` has
+more of them in the same shape.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class CuBLAS:
         """
         return partial(_linear, weight, bias)
 
+    @staticmethod
+    def describe(product: Product, x: Tensor) -> str:
+        """What runs; cuBLAS chooses for itself."""
+        return "dense"
+
 
 class CuSPARSELt:
     """The 2:4 product of cuSPARSELt by the algorithm that is fastest for the problem."""
@@ -84,6 +90,11 @@ class CuSPARSELt:
                 hint="the cu130 wheel",
             )
         return Fastest(torch._cslt_compress(weight), weight.shape[0], bias, split_k)
+
+    @staticmethod
+    def describe(product: Fastest, x: Tensor) -> str:
+        """The algorithm that was chosen for as many tokens."""
+        return str(product.algorithm(x))
 
 
 PEERS = (CuBLAS, CuSPARSELt)
