@@ -6,8 +6,9 @@ x is one tensor for all, as the layer before has just written it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from .clock import Contender, Timing, copies_to_defeat_l2, gpu, time_side_by_sid
 from .error import product_bound
 from .peers import Product
 from .power import Sampler
+from .suite import Problem
 
 Prepare = Callable[[Tensor, Tensor | None], Product]
 
@@ -89,6 +91,42 @@ class Contest:
     limits: tuple[str, ...] | None
 
 
+def as_rows(problem: Problem, contest: Contest) -> list[dict[str, Any]]:
+    """What a contest found, one flat row of JSON values for each way.
+
+    `us` is the median of one call, `q1_us` and `q3_us` its quartiles; `tflops` counts the dense
+    product. Clock and power are of the whole contest, as its ways take turns.
+    """
+    shared = {
+        **asdict(problem),
+        "copies": contest.copies,
+        "watts": contest.watts,
+        "sm_mhz": contest.sm_mhz,
+        "celsius": contest.celsius,
+        "limits": None if contest.limits is None else list(contest.limits),
+    }
+    return [{**shared, **_row(problem, result)} for result in contest.results]
+
+
+def _row(problem: Problem, result: Result) -> dict[str, Any]:
+    timing = result.timing
+    low, high = timing.quartiles_us
+    known = bool(timing.samples_us)
+    finite = result.excess is not None and math.isfinite(result.excess)
+    return {
+        "contender": timing.name,
+        "plan": result.plan,
+        "us": timing.us if known else None,
+        "q1_us": low if known else None,
+        "q3_us": high if known else None,
+        "tflops": problem.flops / timing.us / 1e6 if known else None,
+        "samples": len(timing.samples_us),
+        "calls_per_sample": timing.calls_per_sample,
+        "excess": result.excess if finite else None,
+        "error": timing.error,
+    }
+
+
 @dataclass
 class Layer:
     """The copies of one random 2:4 layer, prepared in every way.
@@ -153,15 +191,15 @@ class Layer:
             for way, products in zip(self.ways, self.products, strict=True)
         ]
         del references
-        right = [index for index, result in enumerate(results) if not result.timing.error]
-        contenders = [
-            Contender(self.ways[index].name, [partial(each, x) for each in self.products[index]])
-            for index in right
-        ]
+        running = {
+            index: Contender(self.ways[index].name, [partial(each, x) for each in products])
+            for index, products in enumerate(self.products)
+            if not results[index].timing.error and not isinstance(products, str)
+        }
         with torch.no_grad(), Sampler(weight.device) as seen:
-            timings = time_side_by_side(contenders, device=weight.device, **timing)
-        for index, found in zip(right, timings, strict=True):
-            results[index] = Result(found, results[index].excess, results[index].plan)
+            timings = time_side_by_side(list(running.values()), device=weight.device, **timing)
+        for index, found in zip(running, timings, strict=True):
+            results[index] = replace(results[index], timing=found)
         return Contest(
             tuple(results), len(self.weights), seen.watts, seen.sm_mhz, seen.celsius, seen.limits
         )

@@ -1,8 +1,8 @@
 """What users have today for y = x @ w.T + bias: cuBLAS, and cuSPARSELt in its strongest form.
 
 A peer has `NAME`; `available()`, which says why it cannot run here; `prepare(weight, bias)`, which
-makes a function of x; and `describe(product, x)`, which says what that runs. `benchmarks/rivals` has
-more of them in the same shape.
+makes a function of x; and `describe(product, x)`, which says what that runs. `benchmarks/rivals`
+has more of them in the same shape.
 """
 
 from __future__ import annotations
