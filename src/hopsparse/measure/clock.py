@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -222,14 +223,14 @@ def _captured(contender: Contender, min_ms: float, end: float) -> _Captured | Ti
         torch.cuda.synchronize()
         graph = _capture(contender.calls)
         fits = max(1, _MOST_CALLS // len(contender.calls))
-        passes = min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3)))
+        passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
         if passes > 1:
             graph = _capture([*contender.calls] * passes)
     except Exception as error:
         # Whatever a rival raises is a fact about the rival.
         words = " ".join(str(error).split())
         return Timing(contender.name, error=f"{type(error).__name__}: {words}")
-    calls = len(contender.calls) * max(1, passes)
+    calls = len(contender.calls) * passes
     return _Captured(Timing(contender.name, calls_per_sample=calls), graph)
 
 
@@ -241,17 +242,31 @@ def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     # A graph that is collected during a capture would free memory, which breaks the capture.
     gc.collect()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         for call in calls:
             call()
+        graph.capture_end()
     except BaseException:
-        with suppress(RuntimeError):
-            graph.capture_end()
+        _abandon(graph, pool)
         raise
-    graph.capture_end()
     return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture that a call has broken or left."""
+    try:
+        with warnings.catch_warnings():
+            # That the graph is empty, where the first call raised.
+            warnings.simplefilter("ignore")
+            graph.capture_end()
+    except RuntimeError:
+        # Some releases of torch then believe that the capture goes on: the next empty_cache()
+        # would fail, and the memory of the capture would stay taken.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 def _span_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -304,7 +319,7 @@ def _round(running: Sequence[_Captured], number: int, flush: torch.Tensor | None
     spans = [(_event(), _event()) for _ in running]
     for index in turns(len(running), number):
         if flush is not None:
-            flush.fill_(number)
+            flush.fill_(1)
         start, stop = spans[index]
         start.record()
         running[index].graph.replay()

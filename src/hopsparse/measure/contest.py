@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clock import Contender, Timing, copies_to_defeat_l2, gpu, time_side_by_side
+from .clock import Contender, Timing, copies_to_defeat_l2, gpu, ratio, time_side_by_side
 from .error import product_bound
 from .peers import Product
 from .power import Sampler
@@ -95,7 +95,8 @@ def as_rows(problem: Problem, contest: Contest) -> list[dict[str, Any]]:
     """What a contest found, one flat row of JSON values for each way.
 
     `us` is the median of one call, `q1_us` and `q3_us` its quartiles; `tflops` counts the dense
-    product. Clock and power are of the whole contest, as its ways take turns.
+    product. `ratio` is the time of the way over that of the first way, `ratio_low` and
+    `ratio_high` its interval. Clock and power are of the whole contest, as its ways take turns.
     """
     shared = {
         **asdict(problem),
@@ -105,7 +106,21 @@ def as_rows(problem: Problem, contest: Contest) -> list[dict[str, Any]]:
         "celsius": contest.celsius,
         "limits": None if contest.limits is None else list(contest.limits),
     }
-    return [{**shared, **_row(problem, result)} for result in contest.results]
+    first = contest.results[0].timing
+    return [
+        {**shared, **_row(problem, result), **_ratio(result.timing, first)}
+        for result in contest.results
+    ]
+
+
+def _ratio(timing: Timing, first: Timing) -> dict[str, float | None]:
+    known = timing.samples_us and first.samples_us
+    found = ratio(timing, first) if known else None
+    return {
+        "ratio": found.value if found else None,
+        "ratio_low": found.low if found else None,
+        "ratio_high": found.high if found else None,
+    }
 
 
 def _row(problem: Problem, result: Result) -> dict[str, Any]:

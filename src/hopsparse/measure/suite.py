@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..errors import ArgumentError
 
 #: Every suite in turn, each problem once.
 ALL = "llm"
+# Its problems are also those of the models.
+_ANCHORS = "anchors"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,9 +92,12 @@ def read_suite(name: str) -> tuple[Problem, ...]:
     """
     file = _file()
     if name == ALL:
-        every = [problem for each in file["suites"] for problem in read_suite(each)]
-        # One shape may be a layer of several models: the first name stands.
-        return tuple({_key(problem): problem for problem in reversed(every)}.values())[::-1]
+        models = [each for each in file["suites"] if each != _ANCHORS]
+        found: dict[tuple[int, int, int, str], Problem] = {}
+        for problem in chain.from_iterable(map(read_suite, models)):
+            # One shape may be a layer of several models: the first name stands.
+            found.setdefault(_key(problem), problem)
+        return tuple(found.values())
     if name not in file["suites"]:
         raise ArgumentError(
             f"suite {name!r}", need="one of " + ", ".join(suite_names()), hint="--suite anchors"
