@@ -13,6 +13,8 @@ import argparse
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -68,16 +70,22 @@ def main() -> None:
     ]
     facts = record.environment() | {"suite": options.suite}
     end = time.monotonic() + options.budget_s
-    for problem, rows in measured(missing, [way(name) for name in names], end, options.rounds):
+    ways = [way(name, options.split_k) for name in names]
+    for problem, rows in measured(missing, ways, end, options.rounds):
         for row in rows:
             record.append(options.out, row | facts)
         print(line(problem, rows), flush=True)
     print_table(record.read(options.out), problems, names)
 
 
-def way(name: str) -> Way:
+def way(name: str, split_k: bool) -> Way:
     """A contender by name: one of ours, or a module of `rivals`."""
-    return OURS[name] if name in OURS else Way.of(import_module(f"rivals.{name}"))
+    if name in OURS:
+        return OURS[name]
+    rival = Way.of(import_module(f"rivals.{name}"))
+    if name == "cusparselt" and split_k:
+        return replace(rival, prepare=partial(rival.prepare, split_k=True))
+    return rival
 
 
 def measured(
@@ -166,6 +174,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--ours", default="hopsparse", choices=OURS)
     parser.add_argument("--rivals", default=",".join(RIVALS))
+    parser.add_argument(
+        "--split-k", action="store_true", help="let cuSPARSELt try slices of k as well"
+    )
     return parser.parse_args()
 
 

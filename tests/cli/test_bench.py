@@ -12,8 +12,10 @@ from hopsparse.measure.suite import Problem
 from tests.cli.conftest import Run
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
-def test_without_a_gpu_it_says_what_is_missing(run_json: Callable[..., Any]) -> None:
+def test_without_a_gpu_it_says_what_is_missing(
+    run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     error = run_json("bench", "--shape", "64x64", exit_code=2)["error"]
     assert error["kind"] == "UnsupportedError"
     assert "sees no GPU" in error["got"]

@@ -103,7 +103,7 @@ def test_nothing_is_timed_without_calls_or_rounds() -> None:
         time_side_by_side([Contender("one", [int])], min_ms=-1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
-def test_without_a_gpu_timing_is_refused() -> None:
+def test_without_a_gpu_timing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="sees no GPU"):
         time_side_by_side([Contender("one", [int])])

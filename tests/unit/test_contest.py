@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NMPattern
 from hopsparse.measure.clock import Timing
 from hopsparse.measure.contest import Contest, Reference, Result, as_rows, random_24
@@ -108,6 +108,8 @@ def test_the_dense_peer_is_the_dense_product(bias: Tensor | None) -> None:
     assert torch.equal(product(x), torch.full((130, 70), 96.0 + (bias is not None)))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
-def test_cusparselt_says_why_it_cannot_run() -> None:
+def test_cusparselt_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert CuSPARSELt.available() == "no GPU"
+    with pytest.raises(UnsupportedError, match="cuSPARSELt: no GPU"):
+        CuSPARSELt.prepare(torch.ones(W))

@@ -133,7 +133,8 @@ def time_side_by_side(
     end = time.monotonic() + budget_s
     with torch.cuda.device(where), torch.cuda.stream(_stream(where.index)):
         least_ms = 0.0 if flush_l2 else min_ms
-        captured = [_captured(each, least_ms, end) for each in contenders]
+        recorder = _Recorder(end)
+        captured = [recorder.captured(each, least_ms) for each in contenders]
         running = [each for each in captured if isinstance(each, _Captured)]
         flush = _flush_buffer(where) if flush_l2 else None
         _warm_up(running, warm_s, end)
@@ -212,61 +213,69 @@ def _stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
-def _captured(contender: Contender, min_ms: float, end: float) -> _Captured | Timing:
-    """The graph of a contender, or why there is none."""
-    if time.monotonic() > end:
-        return Timing(contender.name, error="not measured: the time for this run was spent before")
-    try:
-        torch.cuda.synchronize()
-        for call in contender.calls:
-            call()
-        torch.cuda.synchronize()
-        graph = _capture(contender.calls)
-        fits = max(1, _MOST_CALLS // len(contender.calls))
-        passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
-        if passes > 1:
-            graph = _capture([*contender.calls] * passes)
-    except Exception as error:
-        # Whatever a rival raises is a fact about the rival.
-        words = " ".join(str(error).split())
-        return Timing(contender.name, error=f"{type(error).__name__}: {words}")
-    calls = len(contender.calls) * passes
-    return _Captured(Timing(contender.name, calls_per_sample=calls), graph)
+class _Recorder:
+    """Captures contenders on the current stream, into memory that their graphs share.
 
-
-def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Record calls on the current stream.
-
-    `torch.cuda.graph` leaves its stream current and hides the first error when a capture breaks.
+    Graphs may share memory because they are replayed one after the other, and nobody reads their
+    results.
     """
-    # A graph that is collected during a capture would free memory, which breaks the capture.
-    gc.collect()
-    torch.cuda.synchronize()
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        for call in calls:
-            call()
-        graph.capture_end()
-    except BaseException:
-        _abandon(graph, pool)
-        raise
-    return graph
 
+    def __init__(self, end: float) -> None:
+        self._end = end
+        self._pool = torch.cuda.graph_pool_handle()
 
-def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture that a call has broken or left."""
-    try:
-        with warnings.catch_warnings():
-            # That the graph is empty, where the first call raised.
-            warnings.simplefilter("ignore")
+    def captured(self, contender: Contender, min_ms: float) -> _Captured | Timing:
+        """The graph of a contender, or why there is none."""
+        if time.monotonic() > self._end:
+            return Timing(contender.name, error="not measured: the time for this run was spent")
+        try:
+            torch.cuda.synchronize()
+            for call in contender.calls:
+                call()
+            torch.cuda.synchronize()
+            graph = self._capture(contender.calls)
+            fits = max(1, _MOST_CALLS // len(contender.calls))
+            passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
+            if passes > 1:
+                graph = self._capture([*contender.calls] * passes)
+        except Exception as error:
+            # Whatever a rival raises is a fact about the rival. torch takes no pool again that a
+            # broken capture has left.
+            self._pool = torch.cuda.graph_pool_handle()
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            return Timing(contender.name, error=words)
+        calls = len(contender.calls) * passes
+        return _Captured(Timing(contender.name, calls_per_sample=calls), graph)
+
+    def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        # `torch.cuda.graph` leaves its stream current, and hides the first error, when a capture
+        # breaks. A graph that is collected during a capture would free memory, which breaks it.
+        gc.collect()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
             graph.capture_end()
-    except RuntimeError:
-        # Some releases of torch then believe that the capture goes on: the next empty_cache()
-        # would fail, and the memory of the capture would stay taken.
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        except BaseException:
+            self._abandon(graph)
+            raise
+        return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that a call has broken or left."""
+        try:
+            with warnings.catch_warnings():
+                # That the graph is empty, where the first call raised.
+                warnings.simplefilter("ignore")
+                graph.capture_end()
+        except RuntimeError:
+            # Some releases of torch then believe that the capture goes on: the next empty_cache()
+            # would fail, and the memory of the capture would stay taken.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
 
 
 def _span_ms(graph: torch.cuda.CUDAGraph) -> float:
