@@ -71,7 +71,7 @@ def main() -> None:
     facts = record.environment() | {"suite": options.suite}
     end = time.monotonic() + options.budget_s
     ways = [way(name, options.split_k) for name in names]
-    for problem, rows in measured(missing, ways, end, options.rounds):
+    for problem, rows in measured(missing, ways, end, options.rounds, options.host):
         for row in rows:
             record.append(options.out, row | facts)
         print(line(problem, rows), flush=True)
@@ -89,7 +89,7 @@ def way(name: str, split_k: bool) -> Way:
 
 
 def measured(
-    problems: Iterable[Problem], ways: Sequence[Way], end: float, rounds: int
+    problems: Iterable[Problem], ways: Sequence[Way], end: float, rounds: int, host: bool
 ) -> Iterator[tuple[Problem, list[Row]]]:
     """Rows problem by problem; weights are made once for all tokens of a layer."""
     for _, group in groupby(problems, lambda each: (each.out, each.k, each.dtype)):
@@ -100,7 +100,11 @@ def measured(
                 return
             if layer is None:
                 layer = Layer.random((problem.out, problem.k), problem.torch_dtype, ways)
-            yield problem, as_rows(problem, layer.contest(problem.tokens, rounds=rounds))
+            rows = as_rows(problem, layer.contest(problem.tokens, rounds=rounds))
+            for number, row in enumerate(rows):
+                if host and not row["error"]:
+                    row["host_us"] = layer.host_us(number, problem.tokens)
+            yield problem, rows
             torch.cuda.empty_cache()
 
 
@@ -108,6 +112,7 @@ def line(problem: Problem, rows: Sequence[Row]) -> str:
     """One problem: each contender's time, plan and TFLOP/s, or its error."""
     parts = [
         f"{row['contender']} ({row['plan']}) {row['us']:.1f} us {row['tflops']:.0f} TF"
+        + (f", host {row['host_us']:.1f} us" if "host_us" in row else "")
         if row["us"] is not None
         else f"{row['contender']}: {row['error']}"
         for row in rows
@@ -174,6 +179,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--ours", default="hopsparse", choices=OURS)
     parser.add_argument("--rivals", default=",".join(RIVALS))
+    parser.add_argument(
+        "--host", action="store_true", help="time eager calls on the host too: host_us"
+    )
     parser.add_argument(
         "--split-k", action="store_true", help="let cuSPARSELt try slices of k as well"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clock import Contender, Timing, copies_to_defeat_l2, gpu, ratio, time_side_by_side
+from .clock import Contender, Timing, copies_to_defeat_l2, gpu, host_time, ratio, time_side_by_side
 from .error import product_bound
 from .peers import Product
 from .power import Sampler
@@ -194,11 +194,7 @@ class Layer:
             seed: Of x.
             timing: Options of `time_side_by_side`.
         """
-        weight = self.weights[0]
-        generator = torch.Generator(weight.device).manual_seed(seed)
-        x = torch.randn(
-            tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype
-        )
+        weight, x = self.weights[0], self._inputs(tokens, seed)
         # The last copy too: a way that remembers the first weight would read it from the cache.
         references = {index: Reference(x, self.weights[index]) for index in (0, -1)}
         results = [
@@ -217,6 +213,20 @@ class Layer:
             results[index] = replace(results[index], timing=found)
         return Contest(
             tuple(results), len(self.weights), seen.watts, seen.sm_mhz, seen.celsius, seen.limits
+        )
+
+    def host_us(self, way: int, tokens: int, *, calls: int = 500) -> float:
+        """Microseconds that the host needs for one eager call of a way that a contest timed."""
+        products = self.products[way]
+        assert not isinstance(products, str), products
+        with torch.no_grad():
+            return 1e6 * host_time(partial(products[0], self._inputs(tokens, 1)), calls)
+
+    def _inputs(self, tokens: int, seed: int) -> Tensor:
+        weight = self.weights[0]
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        return torch.randn(
+            tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype
         )
 
 
