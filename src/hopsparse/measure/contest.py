@@ -147,6 +147,7 @@ class Layer:
     """The copies of one random 2:4 layer, prepared in every way.
 
     Attributes:
+        ways: The contenders; ratios are to the first.
         weights: [out, k] each, zeros in place.
         products: By way: one product a copy, or the reason why it cannot be prepared.
     """
