@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
+from .bench import BENCH
 from .compare import COMPARE
 from .convert import CONVERT
 from .doctor import DOCTOR
@@ -31,7 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (DOCTOR, SPARSIFY, PLAN, RECOVER, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
+_COMMANDS = (DOCTOR, SPARSIFY, PLAN, RECOVER, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY, BENCH)
+for _command in _COMMANDS:
     app.command(_command.__name__)(_command)
 
 

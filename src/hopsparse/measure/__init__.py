@@ -1,4 +1,4 @@
-"""How long things take and how wrong they are: today, predicted time on a GPU."""
+"""How long things take on a GPU, predicted and measured, and how wrong they are."""
 
 from .decode import Decoder, DecodeStep, PartCost, Workload, decode_step, layer_cost
 from .product import Product, weight_bytes

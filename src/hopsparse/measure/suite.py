@@ -1,0 +1,120 @@
+"""Named lists of layers to measure, read from `suites/llm.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+
+#: Every suite in turn, each problem once.
+ALL = "llm"
+# Its problems are also those of the models.
+_ANCHORS = "anchors"
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product y = x @ w.T.
+
+    Attributes:
+        layer: What it is in a model.
+        out: Rows of w.
+        k: Columns of w and of x.
+        tokens: Rows of x.
+        dtype: `bfloat16` or `float16`.
+
+    Example:
+        >>> Problem("square", 64, 64, 2).flops
+        16384
+    """
+
+    layer: str
+    out: int
+    k: int
+    tokens: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.out, self.k, self.tokens) < 1:
+            raise ArgumentError(
+                f"a product of {self.tokens} tokens with [{self.out}, {self.k}]",
+                need="positive numbers",
+                hint="4096x4096 with 16 tokens",
+            )
+        if self.k % 4:
+            raise ArgumentError(
+                f"k = {self.k}",
+                need="whole groups of 4, for 2:4",
+                hint=f"k = {self.k + -self.k % 4}",
+            )
+        if self.dtype not in _DTYPES:
+            raise ArgumentError(
+                f"dtype {self.dtype!r}", need="one of " + ", ".join(_DTYPES), hint="bfloat16"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Operations of the dense product, whatever the sparsity."""
+        return 2 * self.tokens * self.out * self.k
+
+
+def suite_names() -> tuple[str, ...]:
+    """The suites that `read_suite` knows.
+
+    Example:
+        >>> suite_names()
+        ('llm', 'anchors', 'llama-3-8b', 'llama-3-70b', 'qwen3-8b', 'squares')
+    """
+    return (ALL, *_file()["suites"])
+
+
+def read_suite(name: str) -> tuple[Problem, ...]:
+    """The problems of a suite: layer by layer, then dtype, then tokens.
+
+    Raises:
+        ArgumentError: No such suite.
+
+    Example:
+        >>> len(read_suite("anchors")) == 6 * 4 * 2
+        True
+    """
+    file = _file()
+    if name == ALL:
+        models = [each for each in file["suites"] if each != _ANCHORS]
+        found: dict[tuple[int, int, int, str], Problem] = {}
+        for problem in chain.from_iterable(map(read_suite, models)):
+            # One shape may be a layer of several models: the first name stands.
+            found.setdefault(_key(problem), problem)
+        return tuple(found.values())
+    if name not in file["suites"]:
+        raise ArgumentError(
+            f"suite {name!r}", need="one of " + ", ".join(suite_names()), hint="--suite anchors"
+        )
+    suite: dict[str, Any] = {**file, **file["suites"][name]}
+    return tuple(
+        Problem(layer["name"], layer["shape"][0], layer["shape"][1], tokens, dtype)
+        for layer in suite["layers"]
+        for dtype in suite["dtypes"]
+        for tokens in suite["tokens"]
+    )
+
+
+def _key(problem: Problem) -> tuple[int, int, int, str]:
+    return problem.out, problem.k, problem.tokens, problem.dtype
+
+
+def _file() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("suites/llm.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
