@@ -11,6 +11,7 @@ import typer
 
 from ..version import __version__
 from .compare import COMPARE
+from .compile import COMPILE
 from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
@@ -31,7 +32,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _command in (DOCTOR, SPARSIFY, PLAN, RECOVER, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY):
+for _command in (
+    DOCTOR,
+    SPARSIFY,
+    PLAN,
+    RECOVER,
+    EVALUATE,
+    COMPARE,
+    INSPECT,
+    CONVERT,
+    VERIFY,
+    COMPILE,
+):
     app.command(_command.__name__)(_command)
 
 
