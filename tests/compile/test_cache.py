@@ -248,8 +248,8 @@ def test_a_kernel_that_does_not_compile_stops_no_other(folder: Path, root: Path)
 def test_leaving_early_drops_what_has_not_begun(folder: Path, root: Path) -> None:
     cache = KernelCache(folder, root=root)
     running = cache.compile_all([tiny_spec(value) for value in range(50)], workers=2)
-    next(iter(running))
-    running.close()  # type: ignore[attr-defined]
+    next(running)
+    running.close()
     assert len(cache.entries()) < 10
     assert all(decode(path.read_bytes(), path.stem) for path in cache.entries())
 

@@ -12,6 +12,7 @@ import typer
 from ..version import __version__
 from .bench import BENCH
 from .compare import COMPARE
+from .compile import COMPILE
 from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
@@ -32,7 +33,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS = (DOCTOR, SPARSIFY, PLAN, RECOVER, EVALUATE, COMPARE, INSPECT, CONVERT, VERIFY, BENCH)
+_COMMANDS = (
+    DOCTOR,
+    SPARSIFY,
+    PLAN,
+    RECOVER,
+    EVALUATE,
+    COMPARE,
+    INSPECT,
+    CONVERT,
+    VERIFY,
+    COMPILE,
+    BENCH,
+)
 for _command in _COMMANDS:
     app.command(_command.__name__)(_command)
 

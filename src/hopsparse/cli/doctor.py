@@ -79,7 +79,7 @@ def _needs(packages: dict[str, Any], name: str, wanted: tuple[str, ...], extra: 
 def _compiling(facts: dict[str, Any]) -> Ability:
     name, nvrtc = "compile kernels for sm_90a (needs no GPU)", facts["nvrtc"]
     if nvrtc["path"] is None:
-        return Ability(name, False, "NVRTC not found", "pip install 'nvidia-cuda-nvrtc>=13.0,<14'")
+        return Ability(name, False, nvrtc["problem"], "pip install 'nvidia-cuda-nvrtc>=13.0,<14'")
     return Ability(name, True, f"NVRTC {nvrtc['version']}")
 
 

@@ -12,13 +12,14 @@ import os
 import platform
 import re
 import shutil
-import sys
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
+from ..compiler import compile_unit, default_nvrtc
+from ..errors import HopsparseError
 from ..plan import TARGETS, Target, mig_slice
 from ..settings import Settings
 
@@ -40,6 +41,7 @@ _PACKAGES = (
     "triton",
     "cuda-bindings",
     "cuda-core",
+    "nvidia-cuda-nvrtc",
 )
 
 
@@ -148,25 +150,13 @@ def planned_for(gpu: dict[str, Any]) -> Target | None:
 
 
 def probe_nvrtc() -> dict[str, Any]:
-    """Where NVRTC is and its version; it needs no driver."""
-    for path in _nvrtc_candidates():
-        library = _load(path)
-        if library is None:
-            continue
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
-            return {"path": path, "version": f"{major.value}.{minor.value}"}
-    return {"path": None, "version": None}
-
-
-def _nvrtc_candidates() -> list[str]:
-    wheels: list[str] = []
-    for folder in sys.path:
-        base = Path(folder) / "nvidia"
-        if base.is_dir():
-            found = (*base.glob("cu*/lib/libnvrtc.so.*"), *base.glob("*/lib/libnvrtc.so.*"))
-            wheels += [str(path) for path in found if "alt" not in path.name]
-    return [*wheels, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    """Where NVRTC is, its version, and why it does not compile, if it does not."""
+    try:
+        compile_unit('extern "C" __global__ void probe() {}', "probe")
+    except HopsparseError as error:
+        return {"path": None, "version": None, "problem": error.got}
+    found = default_nvrtc()
+    return {"path": str(found.path), "version": found.version, "problem": None}
 
 
 def probe_torch(*, has_gpu: bool) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ class KernelCache:
 
     @classmethod
     def default(cls) -> KernelCache:
-        """The cache that the settings name."""
-        return cls(Settings.from_environment().cache_dir / "kernels")
+        """The cache that the settings name, one for the whole process."""
+        return _shared(Settings.from_environment().cache_dir / "kernels")
 
     def get(self, spec: KernelSpec) -> Cubin:
         """The compiled kernel, from memory, from the folder, or compiled now and stored.
@@ -112,7 +113,9 @@ class KernelCache:
         """
         return spec in self._loaded or self._read(self._path(self.key(spec))) is not None
 
-    def compile_all(self, specs: Iterable[KernelSpec], workers: int = 0) -> Iterator[Built]:
+    def compile_all(
+        self, specs: Iterable[KernelSpec], workers: int = 0
+    ) -> Generator[Built, None, None]:
         """Get many kernels, several at a time; each is given out as soon as it is there.
 
         Errors of a kernel are given out too, not raised. Leaving early drops what has not begun.
@@ -245,6 +248,11 @@ class KernelCache:
             )
 
 
+@cache
+def _shared(folder: Path) -> KernelCache:
+    return KernelCache(folder)
+
+
 def usable_cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -272,7 +280,7 @@ def decode(entry: bytes, key: str) -> Cubin | None:
         for name in ("advice", "warnings"):
             header[name] = tuple(header[name])
         return Cubin(image=image, **header)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

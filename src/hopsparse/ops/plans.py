@@ -1,0 +1,37 @@
+"""The operators that have kernels, and every kernel they may run.
+
+An operator has kernels if its folder has a `plan.py`. That module gives them with `every_spec()`,
+and names in `SASS` the instructions that their code must show.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from types import ModuleType
+
+from ..plan import KernelSpec
+
+
+def plans() -> dict[str, ModuleType]:
+    """The `plan` module of each operator that has one, by the operator's name.
+
+    Example:
+        >>> all(hasattr(plan, "every_spec") for plan in plans().values())
+        True
+    """
+    package = import_module(__package__)
+    folders = sorted(found.name for found in iter_modules(package.__path__) if found.ispkg)
+    names = {op: f"{__package__}.{op}.plan" for op in folders}
+    return {op: import_module(name) for op, name in names.items() if find_spec(name)}
+
+
+def every_spec(op: str) -> list[KernelSpec]:
+    """All kernels that an operator may run.
+
+    Args:
+        op: One of `plans()`.
+    """
+    specs: list[KernelSpec] = plans()[op].every_spec()
+    return specs
