@@ -12,9 +12,11 @@ from ...plan.spec import KernelSpec
 
 THREADS, PANEL_ROWS, UNIT_COLS = 128, 64, 64
 
-#: Instructions that the SASS of every kernel must show, and of those that load 16 bytes at once.
+#: Instructions that the SASS of every kernel must show.
 SASS = ("STG.E.64", "PRMT", "SHFL.BFLY")
-VECTOR_SASS = ("LDG.E.NA.LTC128B.128.CONSTANT",)
+
+#: Rows and columns that the kernel counts in 32 bits, with room for the last tile.
+LONGEST_SIDE = 2**31 - 1024
 
 _GRID_Y = 65_535  # largest grid along y
 
