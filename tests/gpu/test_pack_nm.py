@@ -64,7 +64,7 @@ def test_every_kernel_writes_every_bit(
 )
 def test_strides_do_not_matter(layout: str, dtype: torch.dtype, device: torch.device) -> None:
     source = bits(two_four(140, 400, dtype)).to(device)
-    # Zeros around the part that is read would hide a read too far: no entry here is zero.
+    # What lies around the matrix is not zero, so a read too far shows.
     frame = torch.ones(400, 1200, dtype=source.dtype, device=device)
     dense = {
         "transposed": lambda: frame[:, :140].copy_(source.T).T,

@@ -13,10 +13,7 @@ MASKS = torch.tensor([[m >> i & 1 for i in range(4)] for m in range(16) if m.bit
 
 
 def two_four(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """All 11 masks, any bit patterns where live (NaN, infinities, denormals), else zeros of both signs.
-
-    The live ones may be zeros too: groups with fewer non-zeros than their mask says.
-    """
+    """All 11 masks; any bits where they are live (NaN, infinities, denormals), else both zeros."""
     make = torch.Generator().manual_seed(seed)
     live = MASKS[torch.randint(len(MASKS), (rows, -(-cols // 4)), generator=make)]
     live = live.flatten(1)[:, :cols].bool()
