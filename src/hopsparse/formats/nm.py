@@ -158,13 +158,7 @@ class NM(SparseMatrix):
         if int(count.max()) <= self.pattern.n:
             return
         row, group = (count > self.pattern.n).nonzero()[0].tolist()
-        start = group * self.pattern.m
-        raise FormatError(
-            f"row {first_row + row}, group {group} (columns {start} to "
-            f"{start + self.pattern.m - 1}) holds {int(count[row, group])} non-zeros",
-            need=f"at most {self.pattern.n} in every {self.pattern.m} columns ({self.pattern})",
-            hint=f'hopsparse.prune.magnitude(weight, "{self.pattern}") first',
-        )
+        raise full_group_error(self.pattern, first_row + row, group, int(count[row, group]))
 
     def _slots(self, panel: slice) -> tuple[Tensor, Tensor]:
         """Stored bits and window columns (0 to 3) of some panels, both [rows, packed k / 2]."""
@@ -226,6 +220,17 @@ def _group_masks(live: Tensor, m: int) -> Tensor:
     for pair in range(1, m // 2):
         mask |= pairs[:, pair].to(torch.int64) << (2 * pair)
     return mask
+
+
+def full_group_error(pattern: NMPattern, row: int, group: int, count: int) -> FormatError:
+    """What a matrix is refused with that has `count` non-zeros in a group, more than N."""
+    start = group * pattern.m
+    return FormatError(
+        f"row {row}, group {group} (columns {start} to {start + pattern.m - 1}) "
+        f"holds {count} non-zeros",
+        need=f"at most {pattern.n} in every {pattern.m} columns ({pattern})",
+        hint=f'hopsparse.prune.magnitude(weight, "{pattern}") first',
+    )
 
 
 def packed_k(cols: int, pattern: NMPattern) -> int:

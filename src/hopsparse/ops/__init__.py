@@ -11,10 +11,12 @@ from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
 
 # Importing a folder sets the name of the folder here, and the next lines set it to the function.
 # Python imports a folder once, so that nothing sets it back.
+from .pack_nm.op import pack_nm
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
 from .spmm_nm.op import spmm_nm
 
+#: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Case",
     "Plan",
     "decompress",
+    "pack_nm",
     "product",
     "spmm_bsr",
     "spmm_csr",
