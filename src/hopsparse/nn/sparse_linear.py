@@ -40,6 +40,7 @@ from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..quant import fake_inputs, round_inputs
+from ._kept import MadeOf, made_of, may_keep, still_there
 
 # The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
@@ -55,9 +56,10 @@ class SparseLinear(nn.Module):
     The parts of the matrix are buffers under their own names (`values`, `meta`, ...), so that
     state_dict, `.to()`, deepcopy and safetensors see plain tensors. A cast changes values only.
 
-    There are no kernels yet, so the first call decodes the weight and later calls multiply with
-    what it made: the time of the dense layer, and its memory on top of the stored matrix. The
-    decoded weight has the dtype of the values on every device (2 bytes an entry in bfloat16;
+    A 2:4 weight of 16-bit values runs its kernel on a Hopper GPU (docs/ops/spmm_nm.md), and nothing
+    is decoded. Every other weight is decoded at the first call, and later calls multiply with what
+    it made: the time of the dense layer, and its memory on top of the stored matrix. The decoded
+    weight has the dtype of the values on every device (2 bytes an entry in bfloat16;
     `plan(x).describe()` says how many in all) and is never saved, copied or moved. It is dropped
     when a part is another tensor or was changed in place; only edits through `.data` go unnoticed.
     `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead.
@@ -90,6 +92,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
+    _checked: NM | None
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -263,10 +266,10 @@ class SparseLinear(nn.Module):
         if isinstance(self._form, Quantized):
             x = self._rounded(x, self._form)
         elif isinstance(self._form, NM) and x.device.type == "cuda":
-            matrix = self._checked_matrix()
-            check_inputs("linear", matrix, x, self.bias)
-            if spmm_nm.has_kernel(matrix, x):
-                return spmm_nm.run_kernel(matrix, x, self.bias)
+            packed = self._checked_matrix()
+            check_inputs("linear", packed, x, self.bias)
+            if spmm_nm.has_kernel(packed, x):
+                return spmm_nm.run_kernel(packed, x, self.bias)
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -299,36 +302,22 @@ class SparseLinear(nn.Module):
         """The weight, put together and checked again only where a part is another tensor."""
         if torch.compiler.is_compiling():
             return cast(NM, self.matrix)
-        known, buffers = self._checked, self._buffers
-        if (
-            known is not None
-            and known.values is buffers["values"]
-            and known.meta is buffers["meta"]
-        ):
+        parts, known = self._buffers, self._checked
+        if known and known.values is parts["values"] and known.meta is parts["meta"]:
             return known
-        matrix = cast(NM, self.matrix)
-        check_weight("linear", matrix)
-        self._checked = matrix
-        return matrix
+        self._checked = cast(NM, self.matrix)
+        check_weight("linear", self._checked)
+        return self._checked
 
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
         # Without its tensors, which live in the buffers alone.
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
-        self._decoded: tuple[list[tuple[str, Tensor, int, int]], Tensor] | None = None
-        self._checked: NM | None = None
+        self._decoded: tuple[list[MadeOf], Tensor] | None = None
+        self._checked = None
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
-        if not self.keep_decoded or torch.compiler.is_compiling():
-            return False
-        return all(
-            # Subclasses are fake or traced tensors; inference tensors do not count their changes.
-            part.device.type in ("cpu", "cuda")
-            and type(part) in (Tensor, nn.Parameter)
-            and not part.requires_grad
-            and not part.is_inference()
-            for part in matrix.parts().values()
-        )
+        return self.keep_decoded and may_keep(matrix)
 
     def _kept_weight(self) -> Tensor | None:
         """The decoded weight, if the parts are still the ones it was made of."""
@@ -336,26 +325,19 @@ class SparseLinear(nn.Module):
         # attribute look-ups of nn.Module, so the matrix is not put together.
         if torch.compiler.is_compiling() or self._decoded is None or not self.keep_decoded:
             return None
-        made_of, weight = self._decoded
-        for name, old, version, pointer in made_of:
-            part = self._buffers.get(name)
-            if part is not old or part.requires_grad:
-                return None
-            if part._version != version or part.data_ptr() != pointer:
-                return None
-        return weight
+        parts, weight = self._decoded
+        return weight if still_there(parts, self._buffers) else None
 
     def _decode(self, matrix: SparseMatrix) -> Tensor:
         """Check and decode the weight, in the dtype of the values, and keep it."""
         check_weight("linear", matrix)
         check_capture(matrix, "one call of the layer before the capture")
-        parts = matrix.parts().items()
-        made_of = [(name, part, part._version, part.data_ptr()) for name, part in parts]
+        parts = made_of(matrix)
         # A tensor made in inference mode could not serve a later call that trains x or the bias.
         with torch.inference_mode(False), torch.no_grad():
             weight = matrix.to_dense()
         finish_decoding(weight)
-        self._decoded = (made_of, weight)
+        self._decoded = (parts, weight)
         return weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -1,0 +1,51 @@
+"""When a decoded weight may be kept, and until when it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import SparseMatrix
+
+
+class MadeOf(NamedTuple):
+    """A part that a weight was decoded from, as it was then."""
+
+    name: str
+    part: Tensor
+    version: int
+    address: int
+
+
+def made_of(matrix: SparseMatrix) -> list[MadeOf]:
+    """The parts of a matrix as they are now."""
+    parts = matrix.parts().items()
+    return [MadeOf(name, part, part._version, part.data_ptr()) for name, part in parts]
+
+
+def still_there(parts: list[MadeOf], buffers: Mapping[str, Tensor | None]) -> bool:
+    """Whether the buffers are the same tensors, unchanged. Only edits through `.data` go unseen."""
+    for name, old, version, address in parts:
+        part = buffers.get(name)
+        if part is not old or part.requires_grad:
+            return False
+        if part._version != version or part.data_ptr() != address:
+            return False
+    return True
+
+
+def may_keep(matrix: SparseMatrix) -> bool:
+    """Whether changes of the parts would be noticed, so that what was decoded can be kept."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(
+        # Subclasses are fake or traced tensors; inference tensors do not count their changes.
+        part.device.type in ("cpu", "cuda")
+        and type(part) in (Tensor, nn.Parameter)
+        and not part.requires_grad
+        and not part.is_inference()
+        for part in matrix.parts().values()
+    )
