@@ -203,6 +203,20 @@ def test_a_file_system_without_links_gets_whole_entries(
     assert decode(entry.read_bytes(), entry.stem) is not None
 
 
+def test_a_busy_file_system_costs_the_entry_and_nothing_else(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(*paths: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    # Network file systems do this now and then.
+    monkeypatch.setattr(os, "link", busy)
+    monkeypatch.setattr(Path, "replace", busy)
+    assert KernelCache(folder, root=root).get(tiny_spec()).image
+    assert list(folder.iterdir()) == []
+    assert len(caplog.records) == 1
+
+
 def test_the_loser_of_a_race_who_cannot_see_the_winner_keeps_its_own(
     folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +254,9 @@ def test_many_kernels_come_as_they_are_ready(folder: Path, root: Path) -> None:
 def test_a_kernel_that_does_not_compile_stops_no_other(folder: Path, root: Path) -> None:
     wrong = tiny_spec(1, extra="oops;")
     built = {each.spec: each for each in KernelCache(folder, root=root).compile_all([wrong, *BOTH])}
-    assert isinstance(built[wrong].error, CompileError)
+    error = built[wrong].error
+    assert isinstance(error, CompileError)
+    assert error.got.startswith("tiny/kernel1: ")
     assert built[wrong].cubin is None
     assert all(built[spec].cubin for spec in BOTH)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from cuda.pathfinder import find_nvidia_binary_utility
@@ -14,7 +16,8 @@ from hopsparse.compiler import Cubin
 from hopsparse.ops.plans import plans
 from hopsparse.plan import TARGETS, KernelSpec
 
-_WARP, _REGISTER_STEP = 32, 8
+_WARP, _REGISTER_STEP, _INSTRUCTION_BYTES = 32, 8, 16
+_EXECUTABLE = 4
 
 
 def all_specs() -> list[KernelSpec]:
@@ -28,13 +31,34 @@ def promised(spec: KernelSpec) -> tuple[str, ...]:
     return found
 
 
-def disassemble(image: bytes) -> str:
-    """The SASS of a cubin."""
+def disassemble(images: list[bytes]) -> list[str]:
+    """The SASS of each cubin.
+
+    nvdisasm takes half a second to start and next to nothing for a kernel: it gets the code of all
+    as one, and what it prints is cut by address.
+    """
     nvdisasm = find_nvidia_binary_utility("nvdisasm")
     assert nvdisasm, "nvdisasm comes with the extra `dev`"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(image)
-        return subprocess.check_output([nvdisasm, "-c", "-ndf", file.name], text=True)
+    codes = [_code(image) for image in images]
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(b"".join(codes))
+        told = subprocess.check_output([nvdisasm, "-ndf", "-b", "SM90a", file.name], text=True)
+    lines = re.findall(r"^\s*/\*[0-9a-f]+\*/.*", told, re.MULTILINE)
+    ends = list(accumulate(len(code) // _INSTRUCTION_BYTES for code in codes))
+    assert len(lines) == ends[-1]
+    return ["\n".join(lines[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def _code(image: bytes) -> bytes:
+    """The instructions in a cubin: the executable sections of an ELF-64 file."""
+    (table,) = struct.unpack_from("<Q", image, 40)
+    header_bytes, count = struct.unpack_from("<HH", image, 58)
+    code = b""
+    for number in range(count):
+        header = struct.unpack_from("<IIQQQQ", image, table + number * header_bytes)
+        _, _, flags, _, offset, size = header
+        code += image[offset : offset + size] if flags & _EXECUTABLE else b""
+    return code
 
 
 def problems(

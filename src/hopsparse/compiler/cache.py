@@ -79,6 +79,17 @@ class KernelCache:
         folder: Where entries are kept; made when the first is stored.
         nvrtc: The compiler; that of this process if None.
         root: Folder that `KernelSpec.kernel` is relative to; the package if None.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> text = 'extern "C" __global__ void entry(Args a) { *a.y = 1; }'
+        >>> spec = KernelSpec("fill", "one", "fill.cuh", text, "entry", 32, (1, 1, 1), 0, 8)
+        >>> with TemporaryDirectory() as name:
+        ...     root = Path(name)
+        ...     _ = (root / "fill.cuh").write_text("struct Args { float* y; };")
+        ...     kernels = KernelCache(root / "kernels", root=root)
+        ...     kernels.contains(spec), kernels.get(spec).args_bytes, kernels.contains(spec)
+        (False, 8, True)
     """
 
     def __init__(
@@ -187,11 +198,18 @@ class KernelCache:
         cubin = self._read(path)
         was_cached = cubin is not None
         if cubin is None:
-            cubin = compile_unit(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc)
+            cubin = self._compile(spec, unit)
             self._store(path, cubin)
         _check(spec, cubin)
         self._loaded[spec] = cubin
         return cubin, was_cached
+
+    def _compile(self, spec: KernelSpec, unit: str) -> Cubin:
+        try:
+            return compile_unit(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc)
+        except CompileError as error:
+            got = f"{spec.op}/{spec.name}: {error.got}"
+            raise CompileError(got, need=error.need, hint=error.hint) from None
 
     def _read(self, path: Path) -> Cubin | None:
         """An entry; None if there is none, or if what is there is not whole."""

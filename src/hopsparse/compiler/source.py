@@ -23,7 +23,7 @@ _OURS = re.compile(r'"([^"]+)"\s*(?://.*)?')
 
 
 def translation_unit(spec: KernelSpec, root: Traversable | None = None) -> str:
-    """The whole C++ text of a kernel.
+    r"""The whole C++ text of a kernel.
 
     Each `#include "name"` is replaced by that file, the first time it is met; later ones, and
     cycles, leave nothing. `name` is relative to the device headers, or to the including file if it
@@ -35,6 +35,16 @@ def translation_unit(spec: KernelSpec, root: Traversable | None = None) -> str:
 
     Raises:
         CompileError: A file that is not there, or a system header; it says the file and the line.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> spec = KernelSpec("fill", "one", "a.cuh", "// end", "entry", 32, (1, 1, 1), 0, 8)
+        >>> with TemporaryDirectory() as name:
+        ...     _ = Path(name, "a.cuh").write_text('#include "./b.cuh"\n#include "./b.cuh"\n')
+        ...     _ = Path(name, "b.cuh").write_text("int b;")
+        ...     translation_unit(spec, Path(name)).splitlines()
+        ['int b;', '// end']
     """
     inliner = _Inliner(_package() if root is None else root)
     inliner.add(PurePosixPath(spec.kernel), asked_by=f"the spec {spec.op}/{spec.name}")
