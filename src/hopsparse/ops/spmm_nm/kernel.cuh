@@ -215,6 +215,19 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
   ring.advance();
 }
 
+// ---- Epilogue ----------------------------------------------------------------------------------
+//
+// A panel leaves in pieces of kStoreTokens tokens: packed into words, written to shared memory
+// transposed, and sent by TMA as rows of 64 out-features. A tile whose words fit into registers
+// beside the sums of the next one is stored late, a piece after each of the next tile's first
+// stages, while the tensor cores work.
+
+template <class C>
+struct Pieces {
+  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
+  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens, kAll = C::kPanels * kOfPanel;
+};
+
 // act(alpha * sum + bias) + residual at one place of y.
 template <class C>
 __device__ __forceinline__ float finish(const Args& args, float sum, float bias, int token,
@@ -228,49 +241,76 @@ __device__ __forceinline__ float finish(const Args& args, float sum, float bias,
   return v;
 }
 
-// Through shared memory, transposed, and out by TMA: rows of 64 out-features of a token.
+// Where this thread's sums of one panel of a tile lie in y, and the biases of its two rows.
 template <class C>
-__device__ __forceinline__ void store_panel(const Args& args, float (&d)[C::kTokens / 2],
-                                            const float (&bias)[2], u32 store, u32 wg, int out0,
-                                            int token0) {
+struct PanelAt {
+  int out0, token0;
+  float bias[2] = {0.0f, 0.0f};
+
+  __device__ __forceinline__ PanelAt(const Args& args, TileAt tile, u32 wg, int panel) {
+    out0 = (tile.out * Smem<C>::kPanels + wg * C::kPanels + panel) * 64;
+    token0 = tile.tokens * C::kTokens;
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row(i) < args.out) bias[i] = load_value<C::kIn>(args.bias, row(i));
+      }
+    }
+  }
+  __device__ __forceinline__ int row(int half) const {
+    return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
+  }
+  __device__ __forceinline__ int column() const { return token0 + threadIdx.x % 4 * 2; }
+};
+
+// The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
+template <class C>
+__device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kTokens / 2],
+                                           const PanelAt<C>& at, int s, u32* words) {
+  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
+#pragma unroll
+  for (int i = 0; i < Pieces<C>::kWords; ++i) {
+    const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
+    const int token = at.column() + s * C::kStoreTokens + i / 2 * 8;
+    words[i] = pack<C::kOut>(finish<C>(args, d[sum], at.bias[i % 2], token, at.row(i % 2)),
+                             finish<C>(args, d[sum + 1], at.bias[i % 2], token + 1, at.row(i % 2)));
+  }
+}
+
+// A piece goes open, write, send. The pieces of a warpgroup alternate between its two buffers;
+// `turn` counts them. Opening waits until the piece before last has left its buffer, and gives this
+// lane's address in the 16 tokens x 16 out-features that one instruction stores (128-byte swizzle).
+template <class C>
+__device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
+  return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
+}
+
+template <class C>
+__device__ __forceinline__ u32 open_piece(u32 smem, u32 wg, u32 turn) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const bool leader = threadIdx.x % 128 == 0;
-  // Of the 16 x 16 piece that one instruction stores: this lane's address, 128-byte swizzle.
-  const u32 lane_at =
-      (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-  const int row = out0 + warp * 16 + lane / 4, column = token0 + lane % 4 * 2;
-  constexpr int kSums = C::kStoreTokens / 2, kPieces = C::kTokens / C::kStoreTokens;
+  if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();
+  named_barrier<128>(1 + wg);
+  return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
+         ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+}
+
+template <class C>
+__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out,
+                                           int token) {
+  async_proxy_fence();
+  named_barrier<128>(1 + wg);
+  if (threadIdx.x % 128 == 0) {
+    tma_store(args.y, piece_buffer<C>(smem, wg, turn), out, token);
+    tma_store_commit();
+  }
+  ++turn;
+}
+
+template <class C>
+__device__ __forceinline__ void write_words(const u32* words, u32 address) {
 #pragma unroll
-  for (int s = 0; s < kPieces; ++s) {
-    const u32 buffer = store + s % 2 * Smem<C>::kStore;
-    // With an odd number of pieces the last piece of the panel before was in this very buffer.
-    if (leader) {
-      if (kPieces % 2 == 1 && s == 0) {
-        tma_store_wait_read<0>();
-      } else {
-        tma_store_wait_read<1>();
-      }
-    }
-    named_barrier<128>(1 + wg);
-    settle(d, s * kSums, kSums);
-#pragma unroll
-    for (int j = 0; j < C::kStoreTokens / 16; ++j) {
-      u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = s * kSums + (2 * j + i / 2) * 4 + i % 2 * 2;
-        const int token = column + s * C::kStoreTokens + j * 16 + i / 2 * 8, out = row + i % 2 * 8;
-        word[i] = pack<C::kOut>(finish<C>(args, d[at], bias[i % 2], token, out),
-                                finish<C>(args, d[at + 1], bias[i % 2], token + 1, out));
-      }
-      store_transposed_x4<0>(buffer + lane_at + j * 2048, word[0], word[1], word[2], word[3]);
-    }
-    async_proxy_fence();
-    named_barrier<128>(1 + wg);
-    if (leader) {
-      tma_store(args.y, buffer, out0, token0 + s * C::kStoreTokens);
-      tma_store_commit();
-    }
+  for (int j = 0; j < Pieces<C>::kWords; j += 4) {
+    store_transposed_x4<0>(address + j * 512, words[j], words[j + 1], words[j + 2], words[j + 3]);
   }
 }
 
@@ -278,43 +318,72 @@ __device__ __forceinline__ void store_panel(const Args& args, float (&d)[C::kTok
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const float (&d)[C::kTokens / 2],
-                                                     const float (&bias)[2], int out0, int token0) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+                                                     const PanelAt<C>& at) {
 #pragma unroll
   for (int i = 0; i < C::kTokens / 2; ++i) {
-    const int token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const int out = out0 + warp * 16 + lane / 4 + i / 2 % 2 * 8;
+    const int token = at.column() + i / 4 * 8 + i % 2, out = at.row(i / 2 % 2);
     if (token < args.tokens && out < args.out) {
       store_value<C::kOut>(args.out_values, (long long)token * args.out + out,
-                           finish<C>(args, d[i], bias[i / 2 % 2], token, out));
+                           finish<C>(args, d[i], at.bias[i / 2 % 2], token, out));
     }
   }
 }
 
+// A tile that is stored at once.
 template <class C>
 __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                           TileAt tile) {
-  using S = Smem<C>;
-  const int lane_row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+                                           u32& turn, TileAt tile) {
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
-    const int out0 = (tile.out * S::kPanels + wg * C::kPanels + p) * 64;
-    float bias[2] = {0.0f, 0.0f};
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int out = out0 + lane_row + i * 8;
-        if (out < args.out) bias[i] = load_value<C::kIn>(args.bias, out);
-      }
-    }
-    const int token0 = tile.tokens * C::kTokens;
+    const PanelAt<C> at(args, tile, wg, p);
     if constexpr (C::kDirect) {
-      store_panel_directly<C>(args, d[p], bias, out0, token0);
+      store_panel_directly<C>(args, d[p], at);
     } else {
-      store_panel<C>(args, d[p], bias, smem + S::kStoreAt + wg * 2 * S::kStore, wg, out0, token0);
+#pragma unroll
+      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
+        u32 words[Pieces<C>::kWords];
+        pack_piece<C>(args, d[p], at, s, words);
+        write_words<C>(words, open_piece<C>(smem, wg, turn));
+        send_piece<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens);
+      }
     }
   }
 }
+
+// A tile that is stored late: its words, and how many pieces are left.
+template <class C>
+struct Pending {
+  static constexpr int kWords = Pieces<C>::kWords;
+  u32 words[Pieces<C>::kAll * kWords];
+  int left = 0, out0 = 0, token0 = 0;
+
+  __device__ __forceinline__ void take(const Args& args, Sums<C>& d, u32 wg, TileAt tile) {
+#pragma unroll
+    for (int p = 0; p < C::kPanels; ++p) {
+      const PanelAt<C> at(args, tile, wg, p);
+      if (p == 0) out0 = at.out0, token0 = at.token0;
+#pragma unroll
+      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
+        pack_piece<C>(args, d[p], at, s, words + (p * Pieces<C>::kOfPanel + s) * kWords);
+      }
+    }
+    left = Pieces<C>::kAll;
+  }
+
+  __device__ __forceinline__ void store_one(const Args& args, u32 smem, u32 wg, u32& turn) {
+    if (left == 0) return;
+    const int piece = Pieces<C>::kAll - left--;
+    const u32 address = open_piece<C>(smem, wg, turn);
+#pragma unroll
+    for (int s = 0; s < Pieces<C>::kAll; ++s) {  // registers cannot be indexed at run time
+      if (s == piece) write_words<C>(words + s * kWords, address);
+    }
+    send_piece<C>(args, smem, wg, turn, out0 + piece / Pieces<C>::kOfPanel * 64,
+                  token0 + piece % Pieces<C>::kOfPanel * C::kStoreTokens);
+  }
+};
+
+// ---- Consumer ----------------------------------------------------------------------------------
 
 template <class C>
 __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u32 wg) {
@@ -322,6 +391,8 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
   const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks;
   const u32 freed = release_address<C>(smem, rank);
   Ring<C::kStages> ring;
+  Pending<C> pending;
+  u32 turn = 0;
   for (int index = blockIdx.x / kBlocks; index < tiles; index += step) {
     Sums<C> d;
 #pragma unroll
@@ -335,14 +406,25 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
 #pragma unroll 1
     do {
       multiply_stage<C>(d, e[0], smem, wg, ring, freed, k == 0);
+      if constexpr (C::kLate) pending.store_one(args, smem, wg, turn);
       multiply_stage<C>(d, e[1], smem, wg, ring, freed, false);
+      if constexpr (C::kLate) pending.store_one(args, smem, wg, turn);
       k += 2;
     } while (k < args.stages_of_k);
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) settle(d[p], 0, C::kTokens / 2);
     release<C>(freed, ring.previous());
-    store_tile<C>(args, d, smem, wg, tile_at<C>(args, index, rank));
+    const TileAt tile = tile_at<C>(args, index, rank);
+    if constexpr (C::kLate) {
+      while (pending.left > 0) pending.store_one(args, smem, wg, turn);  // where k is short
+      pending.take(args, d, wg, tile);
+    } else {
+      store_tile<C>(args, d, smem, wg, turn, tile);
+    }
+  }
+  if constexpr (C::kLate) {
+    while (pending.left > 0) pending.store_one(args, smem, wg, turn);
   }
   if (!C::kDirect && threadIdx.x % 128 == 0) tma_store_wait_read<0>();
 }
