@@ -142,9 +142,9 @@ def encode(
     """The tensor map, to be laid at a multiple of 64 bytes of a kernel's argument struct.
 
     What lies outside the tensor reads as zero, and is not written; but a store writes whole chunks
-    of 16 bytes, so that a row whose bytes are no multiple of 16 is written beyond its end. The last 4096 maps are kept:
-    a repeated call costs one look-up. A map holds an address and no more, so a kept one stays
-    right when the memory behind it is freed and given out again.
+    of 16 bytes, so that a row whose bytes are no multiple of 16 is written beyond its end. The
+    last 4096 maps are kept: a repeated call costs one look-up. A map holds an address and no more,
+    so a kept one stays right when the memory behind it is freed and given out again.
 
     Args:
         address: As for `check_tiled`, like all the rest.

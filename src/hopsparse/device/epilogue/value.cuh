@@ -16,14 +16,22 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return word;
 }
 
+// The number in the low half.
+template <Type T>
+__device__ __forceinline__ float unpack(u32 word) {
+  if constexpr (T == Type::bf16) return __int_as_float(word << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(word)));
+  return value;
+}
+
 template <Type T>
 __device__ __forceinline__ float load_value(const void* tensor, long long at) {
-  if constexpr (T == Type::f32) return static_cast<const float*>(tensor)[at];
-  const u16 bits = static_cast<const u16*>(tensor)[at];
-  if constexpr (T == Type::bf16) return __int_as_float(u32(bits) << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
+  if constexpr (T == Type::f32) {
+    return static_cast<const float*>(tensor)[at];
+  } else {
+    return unpack<T>(static_cast<const u16*>(tensor)[at]);
+  }
 }
 
 template <Type T>

@@ -9,6 +9,21 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return word;
 }
 
+__device__ __forceinline__ uint4 load_shared_x4(u32 address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
+__device__ __forceinline__ void store_shared_x4(u32 address, uint4 words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit values, each written transposed: lane i holds row i / 4 and columns
 // 2 (i % 4), + 1 of every matrix, and the address of stored row i % 8 of matrix i / 8.
 template <int Offset>
@@ -17,4 +32,12 @@ __device__ __forceinline__ void store_transposed_x4(u32 address, u32 a, u32 b, u
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address),
       "r"(a), "r"(b), "r"(c), "r"(d), "n"(Offset)
       : "memory");
+}
+
+// The way back.
+__device__ __forceinline__ void load_transposed_x4(u32* words, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
 }

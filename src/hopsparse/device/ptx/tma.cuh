@@ -47,30 +47,3 @@ __device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map
       "l"(&map), "r"(bar), "h"(mask), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-
-// A box back to global memory; what lies outside the tensor is not written.
-__device__ __forceinline__ void tma_store(const TensorMap& map, u32 src, int c0, int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-      "r"(src), "r"(c0), "r"(c1)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Until at most `InFlight` of this thread's stores still read shared memory.
-template <int InFlight>
-__device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(InFlight) : "memory");
-}
-template <int InFlight>
-__device__ __forceinline__ void tma_store_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(InFlight) : "memory");
-}
-
-// Ordinary stores to shared memory of this thread, before the copy engine or wgmma reads them.
-__device__ __forceinline__ void async_proxy_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}

@@ -1,4 +1,4 @@
-"""spmm_nm on a GPU: a planned call is one look-up, four tensor maps and one launch."""
+"""spmm_nm on a GPU: a planned call is one look-up, three tensor maps and one launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...launch import (
-    MAP_BYTES,
     Element,
     Kernel,
     current_stream,
@@ -20,7 +19,7 @@ from ...launch import (
     kernel_for,
     max_active_clusters,
 )
-from .kernel import PANEL, SCALARS, UNIT, Config, spec_for
+from .kernel import SCALARS, UNIT, Config, spec_for
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
@@ -51,7 +50,6 @@ class Launch:
     config: Config
     problem: Problem
     element: Element
-    stores_directly: bool
     grid: int
     sizes: tuple[int, int, int, int, int, int]
 
@@ -82,7 +80,6 @@ class Launch:
                 self._x_map(x),
                 self._values_map(values),
                 self._meta_map(meta),
-                bytes(MAP_BYTES) if self.stores_directly else self._y_map(y),
                 SCALARS.pack(
                     y.data_ptr(),
                     0 if bias is None else bias.data_ptr(),
@@ -121,11 +118,6 @@ class Launch:
             (512, units * 512),
             (128, c.units, c.warpgroups * c.panels),
         )
-
-    def _y_map(self, y: Tensor) -> bytes:
-        p = self.problem
-        box = (PANEL, self.config.store_tokens)
-        return encode(y.data_ptr(), self.element, (p.out, p.tokens), (p.out * 2,), box, swizzle=128)
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +163,6 @@ def launch_for(
         config,
         problem,
         _ELEMENTS[dtype],
-        direct,
         min(out_tiles * token_tiles, max_active_clusters(kernel)) * cluster,
         (problem.tokens, problem.out, stages + stages % 2, out_tiles, token_tiles, group),
     )
@@ -226,6 +217,8 @@ def run(
     problem = Problem(rows.shape[0], out, rows.shape[1])
     launch = launch_for(problem, x.dtype, epilogue, x.device.index, config)
     added = None if residual is None else residual.contiguous()
+    if added is not None and added.data_ptr() % 16:
+        added = added.clone()  # read 16 bytes at a time
     offset = None if bias is None else bias.contiguous()
     launch(values, meta, rows, y, bias=offset, residual=added, alpha=alpha)
     return y

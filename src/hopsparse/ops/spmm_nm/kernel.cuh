@@ -26,8 +26,7 @@ struct Args {
   TensorMap x;           // [tokens, k], boxes of 64 columns
   TensorMap values;      // [steps, panels, 2048 bytes]
   TensorMap meta;        // [panels, units, 128 words]
-  TensorMap y;           // [tokens, out], boxes of 64 out-features; unused by direct stores
-  void* out_values;      // y again, for direct stores
+  void* y;               // [tokens, out], contiguous
   const void* bias;      // [out], of the type of x, or null
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
   float alpha;
@@ -217,10 +216,9 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
 
 // ---- Epilogue ----------------------------------------------------------------------------------
 //
-// A panel leaves in pieces of kStoreTokens tokens: packed into words, written to shared memory
-// transposed, and sent by TMA as rows of 64 out-features. A tile whose words fit into registers
-// beside the sums of the next one is stored late, a piece after each of the next tile's first
-// stages, while the tensor cores work.
+// A panel leaves in pieces of kStoreTokens tokens, packed into words first. A tile whose words fit
+// into registers beside the sums of the next one is stored late, a piece after each of the next
+// tile's first stages, while the tensor cores work.
 
 template <class C>
 struct Pieces {
@@ -228,17 +226,9 @@ struct Pieces {
   static constexpr int kOfPanel = C::kTokens / C::kStoreTokens, kAll = C::kPanels * kOfPanel;
 };
 
-// act(alpha * sum + bias) + residual at one place of y.
 template <class C>
-__device__ __forceinline__ float finish(const Args& args, float sum, float bias, int token,
-                                        int out) {
-  float v = activate<C::kActivation>(args.alpha * sum + bias);
-  if constexpr (C::kResidual) {
-    if (token < args.tokens && out < args.out) {
-      v += load_value<C::kOut>(args.residual, (long long)token * args.out + out);
-    }
-  }
-  return v;
+__device__ __forceinline__ float finish(const Args& args, float sum, float bias) {
+  return activate<C::kActivation>(args.alpha * sum + bias);
 }
 
 // Where this thread's sums of one panel of a tile lie in y, and the biases of its two rows.
@@ -264,6 +254,7 @@ struct PanelAt {
 };
 
 // The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
+// With a residual they hold its words before.
 template <class C>
 __device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kTokens / 2],
                                            const PanelAt<C>& at, int s, u32* words) {
@@ -271,39 +262,32 @@ __device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kToke
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kWords; ++i) {
     const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
-    const int token = at.column() + s * C::kStoreTokens + i / 2 * 8;
-    words[i] = pack<C::kOut>(finish<C>(args, d[sum], at.bias[i % 2], token, at.row(i % 2)),
-                             finish<C>(args, d[sum + 1], at.bias[i % 2], token + 1, at.row(i % 2)));
+    float low = finish<C>(args, d[sum], at.bias[i % 2]);
+    float high = finish<C>(args, d[sum + 1], at.bias[i % 2]);
+    if constexpr (C::kResidual) {
+      low += unpack<C::kOut>(words[i]);
+      high += unpack<C::kOut>(words[i] >> 16);
+    }
+    words[i] = pack<C::kOut>(low, high);
   }
 }
 
-// A piece goes open, write, send. The pieces of a warpgroup alternate between its two buffers;
-// `turn` counts them. Opening waits until the piece before last has left its buffer, and gives this
-// lane's address in the 16 tokens x 16 out-features that one instruction stores (128-byte swizzle).
+// A piece is written to shared memory in the fragments' order, transposed, and read back as rows of
+// 64 out-features, which leave as whole lines. The pieces of a warpgroup alternate between its two
+// buffers, `turn` counts them: the barrier of a piece also says that the piece before it was read.
+// No TMA store: the fence it needs waits for the wgmma in flight.
 template <class C>
 __device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
   return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
 }
 
+// This lane's address in the 16 tokens x 16 out-features that one instruction writes. Tokens are
+// 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a bank.
 template <class C>
-__device__ __forceinline__ u32 open_piece(u32 smem, u32 wg, u32 turn) {
+__device__ __forceinline__ u32 piece_address(u32 smem, u32 wg, u32 turn) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();
-  named_barrier<128>(1 + wg);
   return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
          ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-}
-
-template <class C>
-__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out,
-                                           int token) {
-  async_proxy_fence();
-  named_barrier<128>(1 + wg);
-  if (threadIdx.x % 128 == 0) {
-    tma_store(args.y, piece_buffer<C>(smem, wg, turn), out, token);
-    tma_store_commit();
-  }
-  ++turn;
 }
 
 template <class C>
@@ -314,7 +298,53 @@ __device__ __forceinline__ void write_words(const u32* words, u32 address) {
   }
 }
 
-// Where TMA cannot write y: float32, or rows that are no multiple of 16 bytes.
+// The 16 bytes of y, and of a piece, that this thread moves in round `i`; null outside y.
+template <class C>
+struct Line {
+  long long at;
+  u32 shared;
+  bool exists;
+
+  __device__ __forceinline__ Line(const Args& args, u32 buffer, int out0, int token0, int i) {
+    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8 + i * 16;
+    at = (long long)(token0 + row) * args.out + out0 + chunk * 8;
+    shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
+    exists = token0 + row < args.tokens && out0 + chunk * 8 < args.out;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out0,
+                                           int token0) {
+  named_barrier<128>(1 + wg);
+  const u32 buffer = piece_buffer<C>(smem, wg, turn++);
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
+    const Line<C> line(args, buffer, out0, token0, i);
+    const uint4 words = load_shared_x4(line.shared);
+    if (line.exists) *reinterpret_cast<uint4*>(static_cast<u16*>(args.y) + line.at) = words;
+  }
+}
+
+// The words of the residual where a piece will be written, by the way back.
+template <class C>
+__device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
+                                               int out0, int token0, u32* words) {
+  const u16* residual = static_cast<const u16*>(args.residual);
+  const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
+    const Line<C> line(args, buffer, out0, token0, i);
+    uint4 found = {0, 0, 0, 0};
+    if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
+    store_shared_x4(line.shared, found);
+  }
+  named_barrier<128>(1 + wg);
+#pragma unroll
+  for (int j = 0; j < Pieces<C>::kWords; j += 4) load_transposed_x4(words + j, address + j * 512);
+}
+
+// Where lines cannot be written: y of float32, or rows that are no multiple of 16 bytes.
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const float (&d)[C::kTokens / 2],
@@ -323,8 +353,10 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
   for (int i = 0; i < C::kTokens / 2; ++i) {
     const int token = at.column() + i / 4 * 8 + i % 2, out = at.row(i / 2 % 2);
     if (token < args.tokens && out < args.out) {
-      store_value<C::kOut>(args.out_values, (long long)token * args.out + out,
-                           finish<C>(args, d[i], at.bias[i / 2 % 2], token, out));
+      const long long place = (long long)token * args.out + out;
+      float v = finish<C>(args, d[i], at.bias[i / 2 % 2]);
+      if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
+      store_value<C::kOut>(args.y, place, v);
     }
   }
 }
@@ -342,8 +374,11 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
 #pragma unroll
       for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
         u32 words[Pieces<C>::kWords];
+        if constexpr (C::kResidual) {
+          fetch_residual<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens, words);
+        }
         pack_piece<C>(args, d[p], at, s, words);
-        write_words<C>(words, open_piece<C>(smem, wg, turn));
+        write_words<C>(words, piece_address<C>(smem, wg, turn));
         send_piece<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens);
       }
     }
@@ -373,7 +408,7 @@ struct Pending {
   __device__ __forceinline__ void store_one(const Args& args, u32 smem, u32 wg, u32& turn) {
     if (left == 0) return;
     const int piece = Pieces<C>::kAll - left--;
-    const u32 address = open_piece<C>(smem, wg, turn);
+    const u32 address = piece_address<C>(smem, wg, turn);
 #pragma unroll
     for (int s = 0; s < Pieces<C>::kAll; ++s) {  // registers cannot be indexed at run time
       if (s == piece) write_words<C>(words + s * kWords, address);
@@ -426,7 +461,6 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
   if constexpr (C::kLate) {
     while (pending.left > 0) pending.store_one(args, smem, wg, turn);
   }
-  if (!C::kDirect && threadIdx.x % 128 == 0) tma_store_wait_read<0>();
 }
 
 template <class C>

@@ -58,7 +58,7 @@ class Config:
 
     @property
     def store_tokens(self) -> int:
-        """Tokens of y that one TMA store writes."""
+        """Tokens of y that leave together."""
         return next(n for n in (32, 16) if self.tokens % n == 0)
 
     @property
@@ -94,10 +94,10 @@ def deepest(config: Config) -> Config:
     )
 
 
-#: What follows the four tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
+#: What follows the three tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
 #: stages of k, tiles along out and tokens, raster group. The struct is as aligned as the maps.
 SCALARS = Struct("<3Q f 6i 12x")
-ARGS_BYTES = 4 * MAP_BYTES + SCALARS.size
+ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
 @cache
@@ -118,7 +118,7 @@ def spec_for(
         out_dtype: Of y; None is that of x. float32 is stored directly.
         activation: One of `ACTIVATIONS`.
         residual: Whether something is added to y at the end.
-        direct: Whether y is stored without TMA.
+        direct: Whether y is stored a number at a time.
     """
     out_dtype = out_dtype or dtype
     direct = direct or out_dtype == "float32"
