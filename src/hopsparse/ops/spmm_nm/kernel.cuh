@@ -216,14 +216,16 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
 
 // ---- Epilogue ----------------------------------------------------------------------------------
 //
-// A panel leaves in pieces of kStoreTokens tokens, packed into words first. A tile whose words fit
-// into registers beside the sums of the next one is stored late, a piece after each of the next
-// tile's first stages, while the tensor cores work.
+// A panel leaves in pieces of kStoreTokens tokens, packed into words first.
+//
+// Tried and slower: to keep a tile's words in registers and send a piece after each of the next
+// tile's first stages (195 k clocks against 187 k, 4096^3): shared memory is what wgmma waits for,
+// and the pieces take as much of it then. docs/ops/spmm_nm.md has the table.
 
 template <class C>
 struct Pieces {
   static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
-  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens, kAll = C::kPanels * kOfPanel;
+  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
 };
 
 template <class C>
@@ -361,7 +363,6 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
   }
 }
 
-// A tile that is stored at once.
 template <class C>
 __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
                                            u32& turn, TileAt tile) {
@@ -385,39 +386,6 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
   }
 }
 
-// A tile that is stored late: its words, and how many pieces are left.
-template <class C>
-struct Pending {
-  static constexpr int kWords = Pieces<C>::kWords;
-  u32 words[Pieces<C>::kAll * kWords];
-  int left = 0, out0 = 0, token0 = 0;
-
-  __device__ __forceinline__ void take(const Args& args, Sums<C>& d, u32 wg, TileAt tile) {
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) {
-      const PanelAt<C> at(args, tile, wg, p);
-      if (p == 0) out0 = at.out0, token0 = at.token0;
-#pragma unroll
-      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
-        pack_piece<C>(args, d[p], at, s, words + (p * Pieces<C>::kOfPanel + s) * kWords);
-      }
-    }
-    left = Pieces<C>::kAll;
-  }
-
-  __device__ __forceinline__ void store_one(const Args& args, u32 smem, u32 wg, u32& turn) {
-    if (left == 0) return;
-    const int piece = Pieces<C>::kAll - left--;
-    const u32 address = piece_address<C>(smem, wg, turn);
-#pragma unroll
-    for (int s = 0; s < Pieces<C>::kAll; ++s) {  // registers cannot be indexed at run time
-      if (s == piece) write_words<C>(words + s * kWords, address);
-    }
-    send_piece<C>(args, smem, wg, turn, out0 + piece / Pieces<C>::kOfPanel * 64,
-                  token0 + piece % Pieces<C>::kOfPanel * C::kStoreTokens);
-  }
-};
-
 // ---- Consumer ----------------------------------------------------------------------------------
 
 template <class C>
@@ -426,7 +394,6 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
   const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks;
   const u32 freed = release_address<C>(smem, rank);
   Ring<C::kStages> ring;
-  Pending<C> pending;
   u32 turn = 0;
   for (int index = blockIdx.x / kBlocks; index < tiles; index += step) {
     Sums<C> d;
@@ -441,25 +408,14 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
 #pragma unroll 1
     do {
       multiply_stage<C>(d, e[0], smem, wg, ring, freed, k == 0);
-      if constexpr (C::kLate) pending.store_one(args, smem, wg, turn);
       multiply_stage<C>(d, e[1], smem, wg, ring, freed, false);
-      if constexpr (C::kLate) pending.store_one(args, smem, wg, turn);
       k += 2;
     } while (k < args.stages_of_k);
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) settle(d[p], 0, C::kTokens / 2);
     release<C>(freed, ring.previous());
-    const TileAt tile = tile_at<C>(args, index, rank);
-    if constexpr (C::kLate) {
-      while (pending.left > 0) pending.store_one(args, smem, wg, turn);  // where k is short
-      pending.take(args, d, wg, tile);
-    } else {
-      store_tile<C>(args, d, smem, wg, turn, tile);
-    }
-  }
-  if constexpr (C::kLate) {
-    while (pending.left > 0) pending.store_one(args, smem, wg, turn);
+    store_tile<C>(args, d, smem, wg, turn, tile_at<C>(args, index, rank));
   }
 }
 

@@ -62,11 +62,6 @@ class Config:
         return next(n for n in (32, 16) if self.tokens % n == 0)
 
     @property
-    def sums(self) -> int:
-        """Registers a consumer's thread sums in."""
-        return self.panels * self.tokens // 2
-
-    @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: tokens, kept values, index words."""
         panels = self.warpgroups * self.panels
@@ -124,9 +119,6 @@ def spec_for(
     direct = direct or out_dtype == "float32"
     producer, consumer = _REGISTERS[config.warpgroups]
     threads = 128 * (config.warpgroups + 1)
-    # Stored while the next tile is multiplied, where its words fit into registers beside the sums
-    # of that tile and nothing has to be read for them.
-    late = not direct and not residual and 64 <= config.sums <= 128
     cluster = config.cluster_out * config.cluster_tokens
     text = f"""
 struct Config {{
@@ -136,7 +128,6 @@ struct Config {{
   static constexpr int kClusterOut = {config.cluster_out};
   static constexpr int kClusterTokens = {config.cluster_tokens};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
-  static constexpr bool kLate = {str(late).lower()};
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
   static constexpr Activation kActivation = Activation::{activation};
   static constexpr Type kIn = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out_dtype]};
