@@ -26,8 +26,8 @@ from hopsparse.measure.clock import Contender, copies_to_defeat_l2, time_side_by
 from hopsparse.measure.contest import random_24
 from hopsparse.measure.record import append, done, environment, read
 from hopsparse.ops import spmm_nm
-from hopsparse.ops.spmm_nm.cost import predicted_us
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem
+from hopsparse.ops.spmm_nm.cost import fills_cluster, predicted_us
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates
 
 LAYERS = (
     (4096, 4096),
@@ -62,7 +62,8 @@ def measure(problem: Problem, rounds: int) -> list[dict[str, Any]]:
     ]
     x = torch.randn(problem.tokens, problem.k, device="cuda", dtype=torch.bfloat16)
     predictions = {c: predicted_us(c, problem, SMS) for c in CANDIDATES}
-    near = [c for c in CANDIDATES if predictions[c] <= FAR * min(predictions.values())]
+    least = min(predictions.values())
+    near = [c for c in candidates(problem, SMS) if predictions[c] <= FAR * least]
     contenders = [Contender("cublas", [partial(F.linear, x, w) for w in dense])]
     contenders += [
         Contender(c.name, [partial(spmm_nm, w, x, config=c) for w in weights]) for c in near
@@ -109,11 +110,12 @@ def fit(path: Path) -> None:
     regrets, ratios, offs = [], [], []
     for problem, times in problems.items():
         tiles = {c: times[c.name] for c in CANDIDATES if c.name in times}
-        chosen = min(tiles, key=lambda c: predicted_us(c, problem, SMS))
+        suited = [c for c in tiles if fills_cluster(c, problem)]
+        chosen = min(suited, key=lambda c: predicted_us(c, problem, SMS))
         best = min(tiles, key=lambda c: tiles[c])
         regrets.append(tiles[chosen] / tiles[best])
         ratios.append(times["cublas"] / tiles[chosen])
-        offs += [predicted_us(c, problem, SMS) / us for c, us in tiles.items()]
+        offs += [predicted_us(c, problem, SMS) / tiles[c] for c in suited]
         print(
             f"{problem.tokens:6} {problem.out:6}x{problem.k:<6} chosen {chosen.name:28}"
             f" {tiles[chosen]:8.1f} ({predicted_us(chosen, problem, SMS):8.1f}) best {best.name:28}"

@@ -1,8 +1,9 @@
 """How long spmm_nm takes, predicted: what orders the candidates before anything is measured.
 
-A block advances through k in units of 64 columns. A unit takes as long as the slowest of three:
-the tensor cores and the shared memory they read, the bytes that arrive from L2, and, over all
-blocks, the weight as it is read from device memory. Constants were fitted to the rows of
+A block advances through k in units of 64 columns. A unit takes as long as the slowest of three: the
+tensor cores with the shared memory that they read, the bytes that arrive from L2, and the time that
+passing a stage takes at all. Beside that, weight and result cross the memory bus once. Where two
+are close the sum is longer than either: a p-norm. The constants were fitted to
 benchmarks/results/h200/spmm_nm_candidates.jsonl; docs/ops/spmm_nm.md says how far off they are.
 """
 
@@ -13,13 +14,15 @@ from math import ceil
 
 from .kernel import UNIT, Config
 
-# SM clocks of the H200 under this load, and what one SM gets from L2 in one of them.
-_CLOCK_GHZ = 1.6
-_L2_BYTES = 50.0
-_READ_BYTES_US = 4.0e6
-_FIXED_US = 3.0
-_TILE_CLOCKS = 1500.0
-_TENSOR_SHARE = 0.9
+_CLOCKS_US = 1677.0  # SM clocks of a microsecond
+_TENSOR_SHARE = 0.712  # of the rate at which an instruction is bound by its operands alone
+_L2_BYTES = 80.0  # that one SM gets in a clock
+_LEAST_CLOCKS = 140.0  # of a unit
+_UNIT_NORM = 6.7
+_TILE_CLOCKS, _PIECE_CLOCKS = 1212.0, 2.2  # of a tile, and of 64 x 16 of it
+_MEMORY_BYTES_US = 4.15e6
+_FIXED_US = 1.8
+_TOTAL_NORM = 3.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,14 @@ class Problem:
     tokens: int
     out: int
     k: int
+
+
+def fills_cluster(config: Config, problem: Problem) -> bool:
+    """Whether every block of a cluster has a tile of y; idle ones only slow the others down."""
+    return (
+        ceil(problem.tokens / config.tokens) >= config.cluster_tokens
+        and ceil(problem.out / config.out) >= config.cluster_out
+    )
 
 
 def blocks_at_once(config: Config, sm_count: int) -> int:
@@ -48,14 +59,14 @@ def tiles(config: Config, problem: Problem) -> int:
     return out * tokens * config.cluster_tokens
 
 
-def unit_clocks(config: Config) -> float:
-    """Clocks of one unit of k in one tile."""
+def unit_clocks(config: Config, tokens: int) -> float:
+    """Clocks of one unit of k in one tile; `tokens` of the problem, as rows past them are free."""
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / _TENSOR_SHARE
     values = panels * 2 * 2048 / config.cluster_tokens + panels * 512
-    tokens = config.tokens * 128 / config.cluster_out
-    return max(tensor, (values + tokens) / _L2_BYTES)
+    rows = min(config.tokens, tokens) * 128 / config.cluster_out
+    return _norm(_UNIT_NORM, tensor, (values + rows) / _L2_BYTES, _LEAST_CLOCKS)
 
 
 def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
@@ -63,6 +74,13 @@ def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
     waves = ceil(tiles(config, problem) / blocks_at_once(config, sm_count))
     stages = ceil(problem.k / (UNIT * config.units))
     units = (stages + stages % 2) * config.units
-    clocks = waves * (units * unit_clocks(config) + _TILE_CLOCKS)
-    read = problem.out * problem.k * 1.125 / _READ_BYTES_US
-    return _FIXED_US + max(clocks / (_CLOCK_GHZ * 1e3), read)
+    tile = _TILE_CLOCKS + _PIECE_CLOCKS * config.out // 64 * config.tokens / 16
+    clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
+    moved = problem.out * (problem.k * 1.125 + problem.tokens * 2)
+    return _FIXED_US + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
+
+
+def _norm(p: float, *terms: float) -> float:
+    most: float = max(terms)
+    total: float = sum((term / most) ** p for term in terms)
+    return most * total ** (1 / p)

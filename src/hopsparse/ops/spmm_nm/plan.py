@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...plan import KernelSpec
-from .cost import Problem, predicted_us
+from .cost import Problem, fills_cluster, predicted_us
 from .kernel import Config, deepest, spec_for
 
 __all__ = ["CANDIDATES", "SASS", "Problem", "candidates", "choose", "every_spec"]
@@ -50,8 +50,9 @@ CANDIDATES: tuple[Config, ...] = (
 
 
 def candidates(problem: Problem, sm_count: int) -> list[Config]:
-    """All tiles, the one that is predicted to be fastest first."""
-    return sorted(CANDIDATES, key=lambda config: predicted_us(config, problem, sm_count))
+    """The tiles that suit a problem, the one that is predicted to be fastest first."""
+    suited = [config for config in CANDIDATES if fills_cluster(config, problem)]
+    return sorted(suited, key=lambda config: predicted_us(config, problem, sm_count))
 
 
 @lru_cache(maxsize=4096)
