@@ -9,6 +9,7 @@ benchmarks/results/h200/spmm_nm_candidates.jsonl; docs/ops/spmm_nm.md says how f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from math import ceil
 
@@ -81,6 +82,5 @@ def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
 
 
 def _norm(p: float, *terms: float) -> float:
-    most: float = max(terms)
-    total: float = sum((term / most) ** p for term in terms)
-    return most * total ** (1 / p)
+    most = max(terms)
+    return most * math.pow(sum(math.pow(term / most, p) for term in terms), 1 / p)
