@@ -114,7 +114,8 @@ def fit(path: Path) -> None:
         chosen = min(suited, key=lambda c: predicted_us(c, problem, SMS))
         best = min(tiles, key=lambda c: tiles[c])
         regrets.append(tiles[chosen] / tiles[best])
-        ratios.append(times["cublas"] / tiles[chosen])
+        if "cublas" in times:
+            ratios.append(times["cublas"] / tiles[chosen])
         offs += [predicted_us(c, problem, SMS) / tiles[c] for c in suited]
         print(
             f"{problem.tokens:6} {problem.out:6}x{problem.k:<6} chosen {chosen.name:28}"
