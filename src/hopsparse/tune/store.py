@@ -188,6 +188,20 @@ class Store:
         self.put(entry.key, entry.measured)
         self._known[entry.key] = entry
 
+    def entries(self, op: str, kernel: str, problem: str) -> list[Entry]:
+        """What the folder has of a problem, for any machine; it reads every file."""
+        try:
+            paths = sorted(path for path in self.folder.iterdir() if path.suffix == _ENTRY)
+            found = [parse(path.read_bytes()) for path in paths]
+        except OSError:
+            return []
+        wanted = (op, kernel, problem)
+        return [
+            entry
+            for entry in found
+            if entry and (entry.key.op, entry.key.kernel, entry.key.problem) == wanted
+        ]
+
     def forget(self) -> None:
         """Look at the disk again for every key."""
         self._known.clear()
@@ -260,14 +274,21 @@ def encode(entry: Entry) -> bytes:
 
 def decode(data: bytes, key: Key) -> Entry | None:
     """Read an entry; None if it is not what was written for `key`."""
+    entry = parse(data)
+    return entry if entry is not None and entry.key == key else None
+
+
+def parse(data: bytes) -> Entry | None:
+    """Read an entry of any key; None if it is not, bit by bit, what was written."""
     try:
         document: dict[str, Any] = json.loads(data)
         content = document["content"]
         if document["sha256"] != _digest(content) or content["schema"] != SCHEMA:
             return None
-        if content["key"] != asdict(key):
-            return None
-        return Entry(key, {name: _measured(row) for name, row in content["measured"].items()})
+        key = dict(content["key"])
+        key["machine"] = Machine(**key["machine"])
+        rows = content["measured"].items()
+        return Entry(Key(**key), {name: _measured(row) for name, row in rows})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
