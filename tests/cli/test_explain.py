@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
-from hopsparse.ops.spmm_nm.explain import explain
+from hopsparse.ops.spmm_nm.explain import explain, target_of
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, candidates, key_of, versions
 from hopsparse.plan import TARGETS, parse_target
 from hopsparse.tune import Machine, Measured, Store
@@ -111,6 +111,18 @@ def test_a_slice_has_fewer_sms_and_is_noted(run: Run, run_json: Callable[..., An
     assert told["floor"]["bytes_us"] == pytest.approx(8e6 * told["floor"]["bytes"] / 4.35e12)
     assert "memory of a whole H200" in told["notes"][0]
     assert "planned for: h200 slice of 16 SMs\n" in run(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "sm_count", "expected"),
+    [
+        ("NVIDIA H200", 132, "h200"),
+        ("NVIDIA H100 80GB HBM3", 132, "h100"),
+        ("NVIDIA H200 MIG 3g.71gb", 60, "h200:3/7"),
+    ],
+)
+def test_a_gpu_is_judged_by_its_own_ceilings(name: str, sm_count: int, expected: str) -> None:
+    assert target_of(Machine(name, sm_count, "580")) == parse_target(expected)
 
 
 def test_the_text_says_what_runs_and_why(run: Run) -> None:

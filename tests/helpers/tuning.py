@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +46,18 @@ class Way:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A way with its inputs."""
+
+    way: Way
+    w: Array
+    x: Array
+
+    def __call__(self) -> Array:
+        return self.way.run(self.w, self.x)
+
+
 WAYS: dict[str, Way] = {
     "whole": Way(whole, 3.0),
     "rows": Way(by_rows, 2.0),
@@ -69,32 +81,28 @@ class Numpy:
     heats: list[list[str]] = field(default_factory=list)
     verified: int = 0
 
-    def steps(self) -> Steps[Way, Callable[[], Array]]:
+    def steps(self) -> Steps[Way, Ready]:
         rng = np.random.default_rng(0)
         w, x = rng.standard_normal((24, 40)), rng.standard_normal((5, 40))
         exact = (x.astype(np.longdouble) @ w.astype(np.longdouble).T).astype(float)
         # k roundings of the sum of absolute products (Higham, section 3.1), twice over.
         bound = 2 * 40 * np.finfo(float).eps * (np.abs(x) @ np.abs(w).T)
 
-        def compile_(ways: Sequence[Way]) -> Iterator[tuple[Way, str]]:
+        def compile_(ways: Sequence[Way]) -> Generator[tuple[Way, str], None, None]:
             for way in ways:
                 self.compiled.append(way.run.__name__)
                 yield way, way.error
 
-        def verify(run: Callable[[], Array]) -> float:
+        def verify(run: Ready) -> float:
             self.verified += 1
             return float((np.abs(run() - exact) / bound).max())
 
-        def prepare(way: Way) -> Callable[[], Array]:
-            def run() -> Array:
-                return way.run(w, x)
-
-            run.us = way.us  # type: ignore[attr-defined]
-            return run
+        def prepare(way: Way) -> Ready:
+            return Ready(way, w, x)
 
         return Steps(compile_, prepare, verify, self.time)
 
-    def time(self, ready: Mapping[str, Callable[[], Array]], seconds: float) -> list[Timing]:
+    def time(self, ready: Mapping[str, Ready], seconds: float) -> list[Timing]:
         self.heats.append(list(ready))
         if self.drift is None:
             return [
@@ -102,12 +110,12 @@ class Numpy:
             ]
         factor = self.drift[len(self.heats) - 1]
         return [
-            Timing(name, tuple(run.us * factor * each for each in (0.9, 1.0, 1.2)))  # type: ignore[attr-defined]
+            Timing(name, tuple(run.way.us * factor * each for each in (0.9, 1.0, 1.2)))
             for name, run in ready.items()
         ]
 
 
-def _clock(run: Callable[[], Array]) -> float:
+def _clock(run: Ready) -> float:
     started = time.perf_counter()
     run()
     return 1e6 * (time.perf_counter() - started)

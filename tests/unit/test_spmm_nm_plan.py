@@ -25,6 +25,8 @@ from hopsparse.ops.spmm_nm.plan import (
     versions,
 )
 from hopsparse.ops.spmm_nm.tuning import DENSE, measured_problem, named_candidates
+from hopsparse.plan import parse_target
+from hopsparse.plan.budget import check, warpgroup_registers
 from hopsparse.prune import magnitude
 from hopsparse.tune import Machine, Measured, Store, token_classes, version_of
 
@@ -54,6 +56,15 @@ def test_every_tile_takes_whole_steps_of_tokens() -> None:
     # `choose` rounds token counts up to a multiple of 16: no tile may tell finer ones apart.
     assert all(config.tokens % 16 == 0 for config in CANDIDATES)
     assert all(each.measured % 16 == 0 for each in token_classes())
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "h200:1/7"])
+def test_every_tile_fits_an_sm(gpu: str) -> None:
+    for config in CANDIDATES:
+        producer, consumer = warpgroup_registers(config.warpgroups)
+        for dtype in ("bfloat16", "float16"):
+            registers = (producer, *[consumer] * config.warpgroups)
+            check(spec_for(config, dtype), parse_target(gpu), registers)
 
 
 @pytest.mark.parametrize("sm_count", [16, 132])

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,25 @@ def test_after_ctrl_c_the_rest_is_measured_and_no_more() -> None:
     ranking = search(ways, steps, known=kept[0], heat=2)
     assert ranking.timed == ("c",)
     assert ranking.order == ["c", "b", "a"]
+
+
+def test_ctrl_c_while_compiling_drops_what_has_not_begun() -> None:
+    numpy, closed = Numpy(), []
+    steps = numpy.steps()
+
+    def compile_(ways: Sequence[Way]) -> Generator[tuple[Way, str], None, None]:
+        try:
+            yield from steps.compile(ways)
+        finally:
+            closed.append(list(numpy.compiled))
+
+    def interrupt(*step: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(WAYS, replace(steps, compile=compile_), show=interrupt)
+    assert closed == [["whole"]]
+    assert numpy.heats == []
 
 
 def test_progress_says_how_far_it_is_and_what_is_left() -> None:

@@ -41,7 +41,7 @@ def run(options: Explain) -> None:
     """Say which tile a 2:4 layer runs, what it is predicted to take, and what stood to choose."""
     from ..measure.suite import Problem as Checked
     from ..ops.spmm_nm.cost import Problem
-    from ..ops.spmm_nm.explain import explain
+    from ..ops.spmm_nm.explain import explain, target_of
     from ..plan import parse_target
 
     out, k = shape_of(options.shape)
@@ -50,7 +50,7 @@ def run(options: Explain) -> None:
     planned = explain(problem, options.dtype, gpu)
     here = None
     if options.target is None and (machine := _machine()) is not None:
-        here = explain(problem, options.dtype, gpu, machine=machine)
+        here = explain(problem, options.dtype, target_of(machine), machine=machine)
     if options.json:
         print_json({"planned": facts(planned), "here": None if here is None else facts(here)})
         return

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -30,14 +31,15 @@ class Steps(Generic[C, R]):
     """What an operator does with a candidate.
 
     Attributes:
-        compile: Gives each of some candidates as soon as it is compiled, with an error or "".
+        compile: Gives each of some candidates as soon as it is compiled, with an error or "". It
+            is closed where the search is interrupted.
         prepare: Makes what can be run.
         verify: Runs it on random data; gives its error as a part of what is allowed, at most 1.
         time: Times some side by side, by name, within about so many seconds; one timing each, in
             their order.
     """
 
-    compile: Callable[[Sequence[C]], Iterable[tuple[C, str]]]
+    compile: Callable[[Sequence[C]], Generator[tuple[C, str], None, None]]
     prepare: Callable[[C], R]
     verify: Callable[[R], float]
     time: Callable[[Mapping[str, R], float], Sequence[Timing]]
@@ -82,7 +84,8 @@ def search(
         candidates: By name; the most promising first, as a budget may leave out the last.
         steps: What is done with one.
         known: What was measured before; it is not measured again.
-        budget_s: Seconds for verifying and timing. The first heat runs whatever is left.
+        budget_s: Seconds for verifying and timing. Heats run, however little is left, until one
+            candidate is timed.
         heat: Candidates timed side by side, at least 2.
         keep: Is given what was found, after each heat.
         show: Is told how far it is.
@@ -92,7 +95,7 @@ def search(
 
     Example:
         >>> steps = Steps(
-        ...     compile=lambda values: [(value, "") for value in values],
+        ...     compile=lambda values: ((value, "") for value in values),
         ...     prepare=lambda value: value,
         ...     verify=lambda value: 0.0,
         ...     time=lambda ready, seconds: [Timing(name, (us,)) for name, us in ready.items()],
@@ -148,15 +151,17 @@ class _Search(Generic[C, R]):
         """Those of some candidates that compile, in their order."""
         by_value = {id(self.candidates[name]): name for name in names}
         began, good = time.monotonic(), set()
-        values = [self.candidates[name] for name in names]
-        for done, (value, error) in enumerate(self.steps.compile(values) if names else (), 1):
-            name = by_value[id(value)]
-            if error:
-                self.failed[name] = error
-            else:
-                good.add(name)
-            left = (time.monotonic() - began) / done * (len(names) - done)
-            self._show("compile", done, len(names), name, left)
+        if not names:
+            return []
+        with closing(self.steps.compile([self.candidates[name] for name in names])) as running:
+            for done, (value, error) in enumerate(running, 1):
+                name = by_value[id(value)]
+                if error:
+                    self.failed[name] = error
+                else:
+                    good.add(name)
+                left = (time.monotonic() - began) / done * (len(names) - done)
+                self._show("compile", done, len(names), name, left)
         return [name for name in names if name in good]
 
     def heat(self, names: Sequence[str], missing: int, end: float) -> None:

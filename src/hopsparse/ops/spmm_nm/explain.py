@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import ceil
 
 from ...measure.product import Product, work
 from ...measure.roofline import predict
-from ...plan import Target, target
-from ...plan.budget import smem_left, warpgroup_registers
+from ...plan import Target, parse_target, target
+from ...plan.budget import check, smem_left, warpgroup_registers
 from ...tune import Entry, Machine, Store
 from .cost import Problem, blocks_at_once, predicted_us, tiles
 from .kernel import Config
@@ -132,6 +133,9 @@ def explain(
             model.
         others: How many candidates to tell besides.
 
+    Raises:
+        UnsupportedError: A block of a tile does not fit an SM of that GPU.
+
     Example:
         >>> found = explain(Problem(4096, 4096, 4096), "bfloat16", target("h200"))
         >>> round(found.floors.us, 1), found.is_tuned
@@ -159,6 +163,18 @@ def explain(
     )
 
 
+def target_of(machine: Machine) -> Target:
+    """The row of the table, or the slice of it, that a GPU which is present belongs to.
+
+    Example:
+        >>> target_of(Machine("NVIDIA H200 MIG 1g.18gb", 16, "580.65.06")).sm_count
+        16
+    """
+    name = "h100" if "H100" in machine.gpu else "h200"
+    share = re.search(r"MIG (\d)g", machine.gpu)
+    return parse_target(f"{name}:{share[1]}/7" if share else name)
+
+
 def winner(entry: Entry, dtype: str) -> Config | None:
     """The fastest tile of a tuning result; None if it has none of today's tiles."""
     names = versions(dtype)
@@ -169,6 +185,8 @@ def winner(entry: Entry, dtype: str) -> Config | None:
 def _tile(config: Config, problem: Problem, dtype: str, gpu: Target, sm_count: int) -> Tile:
     spec = spec_of(config, problem.out, dtype)
     producer, consumer = warpgroup_registers(config.warpgroups)
+    registers = (producer, *[consumer] * config.warpgroups)
+    check(spec, gpu, registers)
     return Tile(
         config=config,
         predicted_us=predicted_us(config, problem, sm_count),
@@ -176,7 +194,7 @@ def _tile(config: Config, problem: Problem, dtype: str, gpu: Target, sm_count: i
         at_once=blocks_at_once(config, sm_count),
         smem_bytes=spec.smem_bytes,
         smem_left_bytes=smem_left(spec, gpu),
-        registers=(producer, *[consumer] * config.warpgroups),
+        registers=registers,
     )
 
 

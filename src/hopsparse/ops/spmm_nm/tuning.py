@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -117,7 +118,9 @@ class Layer:
         """How the tuner takes a candidate; tensors are made when the first is prepared."""
         return Steps(self._compiled, self._prepared, self._excess, self._timed)
 
-    def _compiled(self, configs: Sequence[Config | None]) -> Iterator[tuple[Config | None, str]]:
+    def _compiled(
+        self, configs: Sequence[Config | None]
+    ) -> Generator[tuple[Config | None, str], None, None]:
         specs = {
             spec_of(config, self.problem.out, self.dtype): config
             for config in configs
@@ -125,8 +128,9 @@ class Layer:
         }
         if None in configs:
             yield None, ""
-        for built in KernelCache.default().compile_all(specs):
-            yield specs[built.spec], "" if built.error is None else str(built.error)
+        with closing(KernelCache.default().compile_all(specs)) as running:
+            for built in running:
+                yield specs[built.spec], "" if built.error is None else str(built.error)
 
     def _prepared(self, config: Config | None) -> Calls:
         x, weights, packed = self._tensors
@@ -136,15 +140,19 @@ class Layer:
 
     def _excess(self, calls: Calls) -> float:
         """Of the first copy and of the last: one that remembers the first would be too fast."""
-        x, weights, _ = self._tensors
+        x = self._tensors[0]
         shape, worst = (x.shape[0], self.problem.out), 0.0
         with torch.no_grad():
-            for index in (0, -1):
-                reference = Reference(x, weights[index])
+            for index, reference in self._references.items():
                 # Where the allocator will likely put the result: what is not written shows.
                 torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
                 worst = max(worst, reference.excess(calls[index]()))
         return worst
+
+    @cached_property
+    def _references(self) -> dict[int, Reference]:
+        x, weights, _ = self._tensors
+        return {index: Reference(x, weights[index]) for index in (0, -1)}
 
     def _timed(self, ready: Mapping[str, Calls], seconds: float) -> list[Timing]:
         contenders = [Contender(name, calls) for name, calls in ready.items()]
