@@ -87,11 +87,6 @@ def deepest(config: Config) -> Config:
     )
 
 
-def stores_directly(out: int, out_dtype: str) -> bool:
-    """Whether y [tokens, out] is stored without TMA: float32, or rows that start off 16 bytes."""
-    return out_dtype == "float32" or out * 2 % 16 != 0
-
-
 #: What follows the four tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
 #: stages of k, tiles along out and tokens, raster group. The struct is as aligned as the maps.
 SCALARS = Struct("<3Q f 6i 12x")
@@ -159,3 +154,8 @@ extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({
         smem_bytes=config.smem_bytes(direct=direct),
         args_bytes=ARGS_BYTES,
     )
+
+
+def stores_directly(out: int, out_dtype: str) -> bool:
+    """Whether y [tokens, out] is stored directly: float32, or rows that start off 16 bytes."""
+    return out_dtype == "float32" or out * 2 % 16 != 0
