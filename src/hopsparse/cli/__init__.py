@@ -16,10 +16,12 @@ from .compile import COMPILE
 from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
+from .explain import EXPLAIN
 from .inspect import INSPECT
 from .plan import PLAN
 from .recover import RECOVER
 from .sparsify import SPARSIFY
+from .tune import TUNE
 from .verify import VERIFY
 
 __all__ = ["app", "main"]
@@ -44,6 +46,8 @@ _COMMANDS = (
     CONVERT,
     VERIFY,
     COMPILE,
+    EXPLAIN,
+    TUNE,
     BENCH,
 )
 for _command in _COMMANDS:

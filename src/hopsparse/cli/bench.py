@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import typer
 from ..errors import ArgumentError
 from .console import print_json, stderr, stdout
 from .options import FAILED_EXIT, command
+from .problems import shape_of, tokens_of
 
 if TYPE_CHECKING:
     from ..measure.contest import Way
@@ -90,7 +90,7 @@ def _problems(options: Bench) -> Sequence[Problem]:
             hint="hopsparse bench --shape 4096x4096",
         )
     if options.suite is not None:
-        tokens = None if options.tokens is None else _tokens(options.tokens)
+        tokens = None if options.tokens is None else tokens_of(options.tokens)
         problems = [
             each
             for each in read_suite(options.suite)
@@ -105,23 +105,10 @@ def _problems(options: Bench) -> Sequence[Problem]:
             )
         return problems
     return [
-        Problem("", *_shape(text), tokens=tokens, dtype=options.dtype or "bfloat16")
+        Problem("", *shape_of(text), tokens=tokens, dtype=options.dtype or "bfloat16")
         for text in options.shape or ()
-        for tokens in _tokens(options.tokens or _TOKENS)
+        for tokens in tokens_of(options.tokens or _TOKENS)
     ]
-
-
-def _shape(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None:
-        raise ArgumentError(f"shape {text!r}", need="OUTxK", hint="--shape 4096x4096")
-    return int(found[1]), int(found[2])
-
-
-def _tokens(text: str) -> list[int]:
-    if re.fullmatch(r"\d+(,\d+)*", text) is None:
-        raise ArgumentError(f"tokens {text!r}", need="numbers with commas", hint="--tokens 1,256")
-    return [int(word) for word in text.split(",")]
 
 
 def _ways() -> list[Way]:

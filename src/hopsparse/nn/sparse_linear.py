@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from ..errors import ArgumentError, FormatError
+from ..errors import ArgumentError
 from ..formats import (
     BSR,
     NM,
@@ -20,10 +20,7 @@ from ..formats import (
     SparseMatrix,
     format_named,
     parse_pattern,
-    stored_named,
 )
-from ..formats._base import check_dtype, check_shape
-from ..formats.bsr import blocks_per_line
 from ..ops._product import (
     COMPUTE_DTYPES,
     Plan,
@@ -39,8 +36,10 @@ from ..ops._product import (
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
+from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..quant import fake_inputs, round_inputs
 from ._kept import MadeOf, made_of, may_keep, still_there
+from ._parts import allocated, broken_parts, realigned
 
 # The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
@@ -182,16 +181,9 @@ class SparseLinear(nn.Module):
             SparseLinear(in_features=8, out_features=4, bias=False, nm(pattern=2:4), bfloat16, \
 4608 bytes)
         """
-        kind = stored_named(fmt)
-        check_shape(shape)
-        check_dtype(dtype)
-        specs = kind.part_specs(shape, dtype, attributes)
-        parts = {
-            name: torch.empty(size, dtype=part_dtype, device=device)
-            for name, (size, part_dtype) in specs.items()
-        }
+        matrix = allocated(shape, dtype, fmt, attributes, device)
         offset = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
-        return cls(kind.from_parts(shape, parts, attributes), offset)
+        return cls(matrix, offset)
 
     @property
     def matrix(self) -> SparseMatrix:
@@ -224,6 +216,22 @@ class SparseLinear(nn.Module):
             "w is decoded at every call", f"w is decoded once and kept, {nbytes} bytes"
         )
         return replace(plan, why=why)
+
+    def prepare(self, max_tokens: int) -> None:
+        """Do what a first call would: after it, no call of so many tokens compiles or decodes.
+
+        Args:
+            max_tokens: Most rows of x, all leading dimensions multiplied.
+
+        Raises:
+            ArgumentError: No tokens.
+            CompileError: A kernel does not compile.
+            UnsupportedError: A CUDA graph is being captured.
+        """
+        matrix = self.matrix
+        has_kernel = isinstance(matrix, NM) and bool(prepare_nm(matrix, max_tokens))
+        if not has_kernel and self._may_keep(matrix) and self._kept_weight() is None:
+            self._decode(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply.
@@ -369,16 +377,9 @@ class SparseLinear(nn.Module):
         if isinstance(self._form, Quantized):
             self._form = self._form.with_dtype(after)
         if isinstance(before, BSR) and castable and after.itemsize != before.dtype.itemsize:
-            self._realign(before.block, before.dtype.itemsize)
+            for name, part in realigned(cast(BSR, self.matrix), before.dtype.itemsize).items():
+                setattr(self, name, part)
         return self
-
-    def _realign(self, block: tuple[int, int], itemsize: int) -> None:
-        """Lay small blocks out again after a cast: their rows start on 128 bytes."""
-        matrix = self.matrix
-        if blocks_per_line(block, itemsize) == blocks_per_line(block, matrix.dtype.itemsize):
-            return
-        for name, part in BSR.from_dense(matrix.to_dense(), block).parts().items():
-            setattr(self, name, part)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **kwargs: Any
@@ -386,18 +387,8 @@ class SparseLinear(nn.Module):
         self._decoded, self._checked = None, None
         super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
         errors: list[str] = kwargs["error_msgs"] if "error_msgs" in kwargs else rest[-1]
-        matrix = self.matrix
-        whole = all(f"{prefix}{name}" in state_dict for name in matrix.parts())
-        # Elsewhere than on the CPU a look at the contents would wait for the device.
-        near = all(part.device.type == "cpu" for part in matrix.parts().values())
-        if errors or not whole or not near:
-            return
-        try:
-            matrix.validate()
-        except FormatError as error:
-            what = f"{matrix.name} matrix of {list(matrix.shape)}"
-            layer = prefix.rstrip(".") or "this layer"
-            errors.append(f"the parts of {layer} are no {what}: {error}")
+        if not errors and all(f"{prefix}{name}" in state_dict for name in self._form.parts()):
+            errors += broken_parts(self.matrix, prefix.rstrip(".") or "this layer")
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.

@@ -7,7 +7,7 @@ torch is loaded all the same: `import hopsparse` registers the operators of expo
 from .model_plan import OBJECTIVES, ModelPlan
 from .solve import Front, Option, Point, Solution, solve
 from .spec import KernelSpec
-from .target import TARGETS, Peak, Target, mig_slice, target
+from .target import TARGETS, Peak, Target, mig_slice, parse_target, target
 
 __all__ = [
     "OBJECTIVES",
@@ -21,6 +21,7 @@ __all__ = [
     "Solution",
     "Target",
     "mig_slice",
+    "parse_target",
     "solve",
     "target",
 ]

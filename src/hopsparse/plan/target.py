@@ -139,6 +139,37 @@ def target(name: str) -> Target:
         raise ArgumentError(f"target {name!r}", need=f"one of {known}", hint="h200") from None
 
 
+# Shares of memory that come with the shares of compute of an H100 or H200, and the SMs that such a
+# slice has, as `nvidia-smi mig -lgip` lists them.
+_SLICES = {1: (Fraction(1, 8), 16), 2: (Fraction(2, 8), 32), 3: (Fraction(4, 8), 60)}
+_SLICES |= {4: (Fraction(4, 8), 64), 7: (Fraction(1), 132)}
+
+
+def parse_target(text: str) -> Target:
+    """Read a GPU, or a MIG slice of one: `h200`, or `h200:1/7`.
+
+    Raises:
+        ArgumentError: The table has no such GPU, or the GPU no such slice.
+
+    Example:
+        >>> parse_target("h200:1/7").sm_count
+        16
+    """
+    name, colon, share = text.partition(":")
+    whole = target(name)
+    if not colon:
+        return whole
+    sevenths = {f"{count}/7": count for count in _SLICES}.get(share)
+    if sevenths is None:
+        raise ArgumentError(
+            f"target {text!r}",
+            need=f"a slice of {name}: " + ", ".join(f"{count}/7" for count in _SLICES),
+            hint=f"{name}:1/7",
+        )
+    memory, sm_count = _SLICES[sevenths]
+    return mig_slice(whole, Fraction(sevenths, 7), memory, sm_count=sm_count)
+
+
 def mig_slice(
     whole: Target, compute: Fraction, memory: Fraction, *, sm_count: int | None = None
 ) -> Target:

@@ -19,6 +19,7 @@ from ...launch import (
     kernel_for,
     max_active_clusters,
 )
+from ...tune import machine_of
 from .kernel import SCALARS, UNIT, Config, spec_for
 from .plan import Problem, choose
 
@@ -142,7 +143,12 @@ def launch_for(
             loaded yet.
         CompileError: The kernel does not compile.
     """
-    config = config or choose(problem, device_facts(device).sm_count)
+    config = config or choose(
+        problem,
+        device_facts(device).sm_count,
+        dtype=_NAMES[dtype],
+        machine=machine_of(device),
+    )
     direct = epilogue.out_dtype == torch.float32 or problem.out * 2 % 16 != 0
     spec = spec_for(
         config,

@@ -9,6 +9,7 @@ from struct import Struct
 from ...compiler.wgmma import sparse_product
 from ...errors import ArgumentError
 from ...plan import KernelSpec, target
+from ...plan.budget import warpgroup_registers
 
 PANEL = 64  # out-features of one instruction, rows of a panel of the packed layout
 UNIT = 64  # columns of k in a unit of the packed layout
@@ -16,9 +17,6 @@ MAP_BYTES = 128
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SMEM_BYTES = target("h200").smem_per_block
-# Registers a thread of the producer and of a consumer keeps, by warpgroups of consumers: 64 Ki in
-# all, in steps of 8.
-_REGISTERS = {1: (40, 240), 2: (24, 240), 3: (32, 160), 4: (32, 112)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def spec_for(
     """
     out_dtype = out_dtype or dtype
     direct = direct or out_dtype == "float32"
-    producer, consumer = _REGISTERS[config.warpgroups]
+    producer, consumer = warpgroup_registers(config.warpgroups)
     threads = 128 * (config.warpgroups + 1)
     late = not direct and not residual and 64 <= config.panels * config.tokens // 2 <= 128
     cluster = config.cluster_out * config.cluster_tokens
@@ -158,3 +156,8 @@ extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({
         smem_bytes=config.smem_bytes(direct=direct),
         args_bytes=ARGS_BYTES,
     )
+
+
+def stores_directly(out: int, out_dtype: str) -> bool:
+    """Whether y [tokens, out] is stored directly: float32, or rows that start off 16 bytes."""
+    return out_dtype == "float32" or out * 2 % 16 != 0

@@ -10,11 +10,12 @@ from torch import Tensor
 from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
+from ...tune import machine_of
 from .._product import Plan, check_inputs, check_weight
 from . import reference
 from .cost import Problem
 from .kernel import ACTIVATIONS, Config
-from .plan import choose
+from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -124,8 +125,11 @@ def plan(w: NM, x: Tensor) -> Plan:
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm", "dense", f"{reason}; w is decoded at every call")
     tokens, sms = x.numel() // max(1, x.shape[-1]), _sm_count(x.device.index)
-    config = choose(Problem(max(1, tokens), *w.shape), sms)
-    return Plan("spmm_nm", "kernel", f"wgmma.sp, tile {config.name}; gradients run dense")
+    problem, dtype = Problem(max(1, tokens), *w.shape), str(w.dtype).removeprefix("torch.")
+    machine = machine_of(x.device.index)
+    config = choose(problem, sms, dtype=dtype, machine=machine)
+    how = "predicted" if tuned(problem, dtype, machine) is None else "tuned"
+    return Plan("spmm_nm", "kernel", f"wgmma.sp, tile {config.name}, {how}; gradients run dense")
 
 
 def has_kernel(w: NM, x: Tensor) -> bool:

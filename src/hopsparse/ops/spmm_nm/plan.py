@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 
 from ...plan import KernelSpec
+from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
 from .cost import Problem, fills_cluster, predicted_us
-from .kernel import Config, deepest, spec_for
+from .kernel import Config, deepest, spec_for, stores_directly
 
-__all__ = ["CANDIDATES", "SASS", "Problem", "candidates", "choose", "every_spec"]
+__all__ = [
+    "CANDIDATES",
+    "SASS",
+    "Problem",
+    "candidates",
+    "choices",
+    "choose",
+    "every_spec",
+    "key_of",
+    "spec_of",
+    "tuned",
+    "versions",
+]
+
+# Token counts of every tile, and of every class, are multiples of it.
+_STEP = 16
 
 #: Instructions that every kernel of this operator must hold.
 SASS = ("HGMMA.SP", "UTMALDG", "USETMAXREG")
@@ -49,16 +67,109 @@ CANDIDATES: tuple[Config, ...] = (
 )
 
 
-def candidates(problem: Problem, sm_count: int) -> list[Config]:
+def candidates(
+    problem: Problem, sm_count: int, configs: Iterable[Config] = CANDIDATES
+) -> list[Config]:
     """The tiles that suit a problem, the one that is predicted to be fastest first."""
-    suited = [config for config in CANDIDATES if fills_cluster(config, problem)]
+    suited = [config for config in configs if fills_cluster(config, problem)]
     return sorted(suited, key=lambda config: predicted_us(config, problem, sm_count))
 
 
-@lru_cache(maxsize=4096)
-def choose(problem: Problem, sm_count: int) -> Config:
-    """The tile that runs."""
+def choose(
+    problem: Problem, sm_count: int, *, dtype: str = "bfloat16", machine: Machine | None = None
+) -> Config:
+    """The tile that runs: the tuned winner of its class of token counts, else the cost model's.
+
+    It is the same for all token counts that round up to one multiple of 16, whatever the cost model
+    says: no tile is finer, and `choices` need not ask for every count.
+
+    Args:
+        problem: Sizes, all positive.
+        sm_count: SMs of the GPU.
+        dtype: Of x and w, `bfloat16` or `float16`.
+        machine: The GPU, for what was tuned on its like; None goes by the cost model alone.
+    """
+    if machine is not None and (found := tuned(problem, dtype, machine)) is not None:
+        return found
+    return _by_model(replace(problem, tokens=_rounded(problem.tokens)), sm_count)
+
+
+def choices(
+    problem: Problem, sm_count: int, *, dtype: str = "bfloat16", machine: Machine | None = None
+) -> dict[Config, int]:
+    """Every tile that some count from 1 to `problem.tokens` chooses, and the least such count.
+
+    Args:
+        problem: Sizes; the most tokens.
+        sm_count: As for `choose`.
+        dtype: As for `choose`.
+        machine: As for `choose`.
+
+    Example:
+        >>> list(choices(Problem(16, 4096, 4096), 132).values())
+        [1]
+    """
+    found: dict[Config, int] = {}
+    for tokens in range(_STEP, _rounded(problem.tokens) + 1, _STEP):
+        config = choose(replace(problem, tokens=tokens), sm_count, dtype=dtype, machine=machine)
+        found.setdefault(config, tokens - _STEP + 1)
+    return found
+
+
+def tuned(problem: Problem, dtype: str, machine: Machine) -> Config | None:
+    """The fastest tile that was measured for the class of a problem; None if none was."""
+    entry = Store.default().get(key_of(problem, dtype, machine))
+    if not entry.measured:
+        return None
+    names = versions(dtype)
+    best = entry.best(names)
+    return None if best is None else names[best]
+
+
+def key_of(problem: Problem, dtype: str, machine: Machine) -> Key:
+    """What tuning results of a problem are kept under."""
+    sizes = f"{problem.out}x{problem.k} {dtype}, tokens {token_class(problem.tokens).name}"
+    kernel = kernel_hash(spec_for(CANDIDATES[0], dtype))
+    return Key("spmm_nm", kernel, sizes, machine)
+
+
+def versions(dtype: str, configs: Sequence[Config] = CANDIDATES) -> dict[str, Config]:
+    """Tiles by the names that tuning results have them under, in their order."""
+    return {_version(config, dtype): config for config in configs}
+
+
+def spec_of(
+    config: Config,
+    out: int,
+    dtype: str,
+    *,
+    out_dtype: str | None = None,
+    activation: str = "none",
+    residual: bool = False,
+) -> KernelSpec:
+    """The kernel of a tile for a weight of `out` rows; the rest is as for `spec_for`."""
+    return spec_for(
+        config,
+        dtype,
+        out_dtype=out_dtype,
+        activation=activation,
+        residual=residual,
+        direct=stores_directly(out, out_dtype or dtype),
+    )
+
+
+@cache
+def _version(config: Config, dtype: str) -> str:
+    return version_of(config.name, spec_for(config, dtype))
+
+
+@lru_cache(maxsize=1 << 16)
+def _by_model(problem: Problem, sm_count: int) -> Config:
     return candidates(problem, sm_count)[0]
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _STEP) * _STEP
 
 
 def every_spec() -> list[KernelSpec]:

@@ -1,0 +1,318 @@
+"""`hopsparse tune`: which tile is fastest for a layer on this GPU; it runs from then on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ArgumentError
+from ..units import duration_text
+from .console import print_json, stderr, stdout
+from .options import FAILED_EXIT, command
+from .problems import shape_of, tokens_of
+
+if TYPE_CHECKING:
+    from ..measure.suite import Problem
+    from ..tune import Ranking, Show
+
+Row = dict[str, Any]
+
+_KERNEL_DTYPES = ("bfloat16", "float16")
+_PATTERNS = ("2:4", "1:4")
+_MOST_TOKENS = 4096
+_SECONDS_A_PROBLEM = 60.0
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Options of `hopsparse tune`."""
+
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Checkpoint whose layers are tuned, each shape once."
+        ),
+    ] = None
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="OUTxK", help="Layer instead; repeatable.")
+    ] = None
+    suite: Annotated[
+        str | None, typer.Option(help="Named layers instead: anchors, llama-3-8b, ..., llm.")
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Rows of x, whose classes are tuned; all classes up to "
+            f"{_MOST_TOKENS} tokens, or those of the suite.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float16; bfloat16, or those of the model or the suite."),
+    ] = None
+    budget_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds for all of it but compiling; 60 a problem if left out."),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
+
+
+def run(options: Tune) -> None:
+    """Measure all tiles on this GPU and keep the ranking; exit 1 if a tile computes wrong results.
+
+    What was measured before is not measured again. After Ctrl-C the same command goes on.
+    """
+    from ..measure.clock import gpu
+    from ..tune import Store, machine_of
+
+    problems = distinct(_problems(options))
+    machine, started = machine_of(gpu().index), time.monotonic()
+    found: list[Row] = []
+    try:
+        for problem, ranking in _tuned(problems, options.budget_s):
+            found.append(result(problem, ranking, machine.sm_count))
+    except KeyboardInterrupt:
+        told = f"{len(found)} of {len(problems)} problems were tuned, and what was measured stays."
+        stderr().print(f"{told} The same command goes on.", markup=False, soft_wrap=True)
+        raise
+    seconds = time.monotonic() - started
+    folder = Store.default().folder
+    if options.json:
+        facts = {"gpu": machine.gpu, "sm_count": machine.sm_count, "driver": machine.driver}
+        left = len(problems) - len(found)
+        print_json(
+            {**facts, "folder": str(folder), "seconds": seconds, "left": left, "problems": found}
+        )
+    else:
+        _print(found)
+        told = f"{len(found)} of {len(problems)} problems in {duration_text(seconds)}"
+        stdout().print(f"{told}; kept in {folder}", markup=False, soft_wrap=True)
+    if any(row["wrong"] for each in found for row in each["tiles"]):
+        raise typer.Exit(FAILED_EXIT)
+
+
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """Each shape, dtype and class of token counts once, at the count that stands for the class."""
+    from ..tune import token_class
+
+    standing = {
+        (each.out, each.k, each.dtype, token_class(each.tokens)): each
+        for each in reversed([*problems])
+    }
+    return [replace(each, tokens=key[3].measured) for key, each in reversed(standing.items())]
+
+
+def _problems(options: Tune) -> Sequence[Problem]:
+    """What to tune.
+
+    Raises:
+        ArgumentError: Not one source of layers, or a text that is no such thing.
+        CheckpointError: The model cannot be read.
+    """
+    from ..measure.suite import Problem, read_suite
+    from ..tune import token_classes
+
+    sources = {"MODEL": options.model, "--shape": options.shape, "--suite": options.suite}
+    given = [name for name, value in sources.items() if value]
+    if len(given) != 1:
+        raise ArgumentError(
+            " and ".join(given) if given else "no layers",
+            need="one of MODEL, --shape and --suite",
+            hint="hopsparse tune --shape 4096x4096",
+        )
+    tokens = None if options.tokens is None else tokens_of(options.tokens)
+    if options.suite is not None:
+        return [
+            replace(each, dtype=options.dtype or each.dtype, tokens=count)
+            for each in read_suite(options.suite)
+            for count in ([each.tokens] if tokens is None else tokens)
+        ]
+    if options.model is not None:
+        layers = layers_of(options.model, options.dtype)
+    else:
+        dtype = options.dtype or _KERNEL_DTYPES[0]
+        layers = [("", *shape_of(text), dtype) for text in options.shape or ()]
+    counts = tokens or [each.measured for each in token_classes(_MOST_TOKENS)]
+    return [
+        Problem(name, out, k, count, dtype) for name, out, k, dtype in layers for count in counts
+    ]
+
+
+def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]:
+    """Name, out, k and dtype of the first layer of each shape that the kernel runs.
+
+    Args:
+        model: A checkpoint that hopsparse wrote.
+        dtype: What it will be loaded in; None is as it is stored.
+
+    Raises:
+        ArgumentError: It has none.
+        CheckpointError: It cannot be read.
+    """
+    from ..models.checkpoint import CheckpointReader
+
+    with CheckpointReader(model) as reader:
+        modules = {} if reader.sparse is None else reader.sparse.modules
+    found: dict[tuple[int, int, str], str] = {}
+    for name, entry in modules.items():
+        kind = dtype or entry.dtype
+        fits = entry.format == "nm" and entry.attributes.get("pattern") in _PATTERNS
+        if fits and kind in _KERNEL_DTYPES:
+            found.setdefault((*entry.shape, kind), name)
+    if not found:
+        raise ArgumentError(
+            f"{model}, without a layer that has a kernel to tune",
+            need="2:4 layers of 16-bit values",
+            hint="--dtype bfloat16, if it is loaded in that; `hopsparse inspect` lists its layers",
+        )
+    return [(name, *key) for key, name in found.items()]
+
+
+def _tuned(
+    problems: Sequence[Problem], budget_s: float | None
+) -> Iterator[tuple[Problem, Ranking]]:
+    """Tune one problem after the other, until the time is spent."""
+    from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.tuning import tune_problem
+    from .progress import progress_shown
+
+    end = math.inf if budget_s is None else time.monotonic() + budget_s
+    with progress_shown() as show:
+        for number, each in enumerate(problems):
+            left = (end - time.monotonic()) / (len(problems) - number)
+            if number and left <= 0:
+                return
+            sizes = Sizes(each.tokens, each.out, each.k)
+            label = f"{each.out}x{each.k} {each.dtype}, {each.tokens} tokens"
+            ranking = tune_problem(
+                sizes,
+                each.dtype,
+                budget_s=_SECONDS_A_PROBLEM if budget_s is None else max(0.0, left),
+                show=_shown(show, label),
+            )
+            yield each, ranking
+
+
+def _shown(show: Any, label: str) -> Show:
+    from ..models.options import Progress
+
+    def tell(phase: str, done: int, total: int, name: str, left: float | None) -> None:
+        show(Progress(phase, done, total, f"{label}: {name.split(' ')[0].rstrip(',')}", left))
+
+    return tell
+
+
+def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
+    """What a search found of one problem, as JSON values; tiles are in the order of their times.
+
+    `ratio_to_dense` and `ratio_to_model` are how many times faster a tile is than the dense product
+    and than the first choice of the cost model.
+    """
+    from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.tuning import DENSE, named_candidates
+    from ..tune import Measured, token_class
+
+    sizes = Sizes(problem.tokens, problem.out, problem.k)
+    names = named_candidates(sizes, problem.dtype, sm_count)
+    nothing = Measured.wrong("")
+    known = {name: ranking.measured.get(name, nothing) for name in names}
+    first, dense = known[next(iter(names))].us, known[DENSE].us
+    tiles = [name for name, config in names.items() if config is not None]
+    ordered = sorted(tiles, key=lambda name: known[name].us)
+    rows: list[Row] = [
+        {
+            "tile": name.split(" ")[0],
+            "us": known[name].us,
+            "spread": known[name].spread,
+            "tflops": _per(problem.flops / 1e6, known[name].us),
+            "ratio_to_dense": _per(dense, known[name].us),
+            "ratio_to_model": _per(first, known[name].us),
+            "is_first_choice": name == tiles[0],
+            "is_new": name in ranking.timed,
+            "wrong": known[name].error,
+            "failed": ranking.failed.get(name, ""),
+        }
+        for name in ordered
+    ]
+    runs = rows[0] if math.isfinite(rows[0]["us"]) else None
+    return {
+        "layer": problem.layer,
+        "out": problem.out,
+        "k": problem.k,
+        "dtype": problem.dtype,
+        "tokens": token_class(problem.tokens).name,
+        "measured_tokens": problem.tokens,
+        "dense_us": dense,
+        "runs": runs["tile"] if runs else None,
+        "regret": runs["ratio_to_model"] if runs else None,
+        "tiles": rows,
+    }
+
+
+def _per(what: float, us: float) -> float:
+    """A rate or a ratio; NaN where one of the two was not measured."""
+    return what / us if math.isfinite(what) and math.isfinite(us) else math.nan
+
+
+def _print(found: Sequence[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("layer", "dtype", "tokens", "tile"):
+        table.add_column(title, no_wrap=True)
+    for title in ("us", "spread", "TFLOP/s", "to dense", "to model"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for each in found:
+        label = (
+            f"{each['layer']} {each['out']}x{each['k']}".strip(),
+            each["dtype"],
+            each["tokens"],
+        )
+        shown = [
+            row
+            for place, row in enumerate(each["tiles"])
+            if place < _SHOWN or row["is_first_choice"] or row["wrong"] or row["failed"]
+        ]
+        for row in shown:
+            table.add_row(*label, *_cells(row, runs=row["tile"] == each["runs"]))
+            label = ("", "", "")
+    console = stdout()
+    console.print(table)
+    console.print("to dense, to model: how many times faster than cuBLAS, and than the tile that")
+    console.print("the cost model chose; a tile runs from now on for all token counts of its class")
+    for each in found:
+        for row in each["tiles"]:
+            if told := row["wrong"] or row["failed"]:
+                where = f"{each['out']}x{each['k']}, {each['measured_tokens']} tokens"
+                console.print(f"{row['tile']}, {where}: {told}", markup=False, soft_wrap=True)
+
+
+def _cells(row: Row, *, runs: bool) -> list[str]:
+    words = ["runs"] if runs else []
+    words += ["model's choice"] if row["is_first_choice"] else []
+    words += ["WRONG"] if row["wrong"] else ["failed"] if row["failed"] else []
+    return [
+        row["tile"],
+        _number(row["us"], 1),
+        _number(100 * row["spread"], 1, " %"),
+        _number(row["tflops"], 0),
+        _number(row["ratio_to_dense"], 2),
+        _number(row["ratio_to_model"], 2),
+        ", ".join(words),
+    ]
+
+
+def _number(value: float, digits: int, unit: str = "") -> str:
+    return f"{value:.{digits}f}{unit}" if math.isfinite(value) else "-"
+
+
+TUNE = command(Tune, run, name="tune")

@@ -1,0 +1,56 @@
+"""The tensors of a stored matrix apart from their module: made, laid out again, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from ..formats import BSR, Attribute, SparseMatrix, stored_named
+from ..formats._base import check_dtype, check_shape
+from ..formats.bsr import blocks_per_line
+
+
+def allocated(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    fmt: str,
+    attributes: Mapping[str, Attribute],
+    device: torch.device | str | None,
+) -> SparseMatrix:
+    """A matrix without contents; arguments and errors are those of `SparseLinear.empty`."""
+    kind = stored_named(fmt)
+    check_shape(shape)
+    check_dtype(dtype)
+    specs = kind.part_specs(shape, dtype, attributes)
+    parts = {
+        name: torch.empty(size, dtype=part_dtype, device=device)
+        for name, (size, part_dtype) in specs.items()
+    }
+    return kind.from_parts(shape, parts, attributes)
+
+
+def realigned(matrix: BSR, itemsize: int) -> Mapping[str, Tensor]:
+    """Parts of a matrix whose values had `itemsize` bytes when they were laid out, as they must be.
+
+    Rows of small blocks start on 128 bytes.
+    """
+    block = matrix.block
+    if blocks_per_line(block, itemsize) == blocks_per_line(block, matrix.dtype.itemsize):
+        return {}
+    return BSR.from_dense(matrix.to_dense(), block).parts()
+
+
+def broken_parts(matrix: SparseMatrix, layer: str) -> list[str]:
+    """What is wrong with the contents of a matrix on the CPU, as a list of one sentence or none."""
+    # Elsewhere than on the CPU a look at the contents would wait for the device.
+    if any(part.device.type != "cpu" for part in matrix.parts().values()):
+        return []
+    try:
+        matrix.validate()
+    except FormatError as error:
+        what = f"{matrix.name} matrix of {list(matrix.shape)}"
+        return [f"the parts of {layer} are no {what}: {error}"]
+    return []

@@ -1,0 +1,208 @@
+"""What spmm_nm runs for a problem, and why: the numbers behind a choice, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import ceil
+
+from ...measure.product import Product, work
+from ...measure.roofline import predict
+from ...plan import Target, parse_target, target
+from ...plan.budget import check, smem_left, warpgroup_registers
+from ...tune import Entry, Machine, Store
+from .cost import Problem, blocks_at_once, predicted_us, tiles
+from .kernel import Config
+from .plan import candidates, choose, key_of, spec_of, tuned, versions
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile on one problem.
+
+    Attributes:
+        config: The tile.
+        predicted_us: By the cost model.
+        tiles: Tiles of y, in whole clusters.
+        at_once: How many run at one time.
+        smem_bytes: Dynamic shared memory of a block.
+        smem_left_bytes: What a block could have besides.
+        registers: Of a thread of the producer, and of each consumer warpgroup.
+    """
+
+    config: Config
+    predicted_us: float
+    tiles: int
+    at_once: int
+    smem_bytes: int
+    smem_left_bytes: int
+    registers: tuple[int, ...]
+
+    @property
+    def waves(self) -> int:
+        """How often the GPU is filled; the last time perhaps in part."""
+        return ceil(self.tiles / self.at_once)
+
+    def sm_use(self, sm_count: int) -> float:
+        """Part of the SMs that has a tile, over all waves."""
+        return self.tiles / (self.waves * sm_count)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What no kernel can be faster than: `measure.roofline.floor_us`, in its two parts.
+
+    Attributes:
+        bytes: Read and written.
+        bytes_us: At the read bandwidth.
+        operations: Counted as if dense.
+        operations_us: At the sustained ceiling of sparse wgmma.
+    """
+
+    bytes: int
+    bytes_us: float
+    operations: float
+    operations_us: float
+
+    @property
+    def us(self) -> float:
+        """The longer one."""
+        return max(self.bytes_us, self.operations_us)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a problem runs as it does.
+
+    Attributes:
+        problem: Sizes.
+        dtype: Of x and w.
+        target: The GPU, planned for or present.
+        machine: The GPU that is present, if that was asked for.
+        chosen: What runs.
+        is_tuned: Whether it was measured to be the fastest; else the cost model says so.
+        others: The next candidates by the cost model.
+        floors: Of the problem.
+        dense_us: Predicted time of the dense product.
+        results: Tuning results of the problem's class, of all machines.
+    """
+
+    problem: Problem
+    dtype: str
+    target: Target
+    machine: Machine | None
+    chosen: Tile
+    is_tuned: bool
+    others: tuple[Tile, ...]
+    floors: Floors
+    dense_us: float
+    results: tuple[Entry, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the numbers leave out."""
+        found = []
+        if self.target.read_bandwidth != target("h200").read_bandwidth:
+            found.append(
+                "the cost model has the memory of a whole H200: here it predicts too little where "
+                "bytes decide"
+            )
+        if self.dense_us < self.chosen.predicted_us:
+            found.append("dense is predicted to be faster; the kernel runs all the same")
+        return tuple(found)
+
+
+#: When spmm_nm does not run its kernel; the same facts as `op.why_no_kernel`.
+RUNS_DENSE_WHEN = (
+    "values are float32 or have 8 bits",
+    "the pattern is neither 2:4 nor 1:4",
+    "the GPU is no H100 or H200",
+)
+
+
+def explain(
+    problem: Problem, dtype: str, gpu: Target, *, machine: Machine | None = None, others: int = 3
+) -> Explanation:
+    """Say what would run.
+
+    Args:
+        problem: Sizes, all positive.
+        dtype: `bfloat16` or `float16`.
+        gpu: The GPU to plan for.
+        machine: The GPU that is present: what was tuned on its like is taken. None goes by the cost
+            model.
+        others: How many candidates to tell besides.
+
+    Raises:
+        UnsupportedError: A block of a tile does not fit an SM of that GPU.
+
+    Example:
+        >>> found = explain(Problem(4096, 4096, 4096), "bfloat16", target("h200"))
+        >>> round(found.floors.us, 1), found.is_tuned
+        (95.3, False)
+    """
+    sm_count = gpu.sm_count if machine is None else machine.sm_count
+    chosen = choose(problem, sm_count, dtype=dtype, machine=machine)
+    ordered = [each for each in candidates(problem, sm_count) if each != chosen]
+    described = [
+        _tile(config, problem, dtype, gpu, sm_count) for config in (chosen, *ordered[:others])
+    ]
+    key = key_of(problem, dtype, machine or Machine("", 0, ""))
+    shape = (problem.out, problem.k)
+    return Explanation(
+        problem=problem,
+        dtype=dtype,
+        target=gpu,
+        machine=machine,
+        chosen=described[0],
+        is_tuned=machine is not None and tuned(problem, dtype, machine) is not None,
+        others=tuple(described[1:]),
+        floors=_floors(Product(shape, dtype, "nm", "2:4"), problem.tokens, gpu),
+        dense_us=predict(Product(shape, dtype), problem.tokens, gpu).time_us,
+        results=tuple(Store.default().entries(key.op, key.kernel, key.problem)),
+    )
+
+
+def target_of(machine: Machine) -> Target:
+    """The row of the table, or the slice of it, that a GPU which is present belongs to.
+
+    Example:
+        >>> target_of(Machine("NVIDIA H200 MIG 1g.18gb", 16, "580.65.06")).sm_count
+        16
+    """
+    name = "h100" if "H100" in machine.gpu else "h200"
+    share = re.search(r"MIG (\d)g", machine.gpu)
+    return parse_target(f"{name}:{share[1]}/7" if share else name)
+
+
+def winner(entry: Entry, dtype: str) -> Config | None:
+    """The fastest tile of a tuning result; None if it has none of today's tiles."""
+    names = versions(dtype)
+    best = entry.best(names)
+    return None if best is None else names[best]
+
+
+def _tile(config: Config, problem: Problem, dtype: str, gpu: Target, sm_count: int) -> Tile:
+    spec = spec_of(config, problem.out, dtype)
+    producer, consumer = warpgroup_registers(config.warpgroups)
+    registers = (producer, *[consumer] * config.warpgroups)
+    check(spec, gpu, registers)
+    return Tile(
+        config=config,
+        predicted_us=predicted_us(config, problem, sm_count),
+        tiles=tiles(config, problem),
+        at_once=blocks_at_once(config, sm_count),
+        smem_bytes=spec.smem_bytes,
+        smem_left_bytes=smem_left(spec, gpu),
+        registers=registers,
+    )
+
+
+def _floors(product: Product, tokens: int, gpu: Target) -> Floors:
+    least = work(product, tokens)
+    return Floors(
+        bytes=least.bytes,
+        bytes_us=1e6 * least.bytes / gpu.read_bandwidth,
+        operations=least.flops,
+        operations_us=1e6 * least.flops / gpu.sparse_peak[product.compute_dtype].sustained,
+    )

@@ -1,0 +1,172 @@
+"""spmm_nm as the tuner sees it: candidates of a problem, and how one is run, checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...compiler import KernelCache
+from ...formats.nm import NM
+from ...measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
+from ...measure.contest import Reference, random_24
+from ...measure.timing import Timing
+from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
+from ...tune.machine import l2_bytes
+from .cost import Problem
+from .kernel import Config
+from .op import run_kernel
+from .plan import CANDIDATES, candidates, key_of, spec_of, versions
+
+#: What cuBLAS does; timed beside the tiles, and never chosen. Another torch brings another cuBLAS.
+DENSE = f"dense, torch {torch.__version__}"
+
+Calls = list[Callable[[], Tensor]]
+_STORED_BITS_A_WEIGHT = 9  # 2:4 in 16 bits: half the values, and an eighth of their bits again
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def measured_problem(problem: Problem) -> Problem:
+    """The problem that stands for all token counts of the class of `problem`.
+
+    Example:
+        >>> measured_problem(Problem(300, 4096, 4096)).tokens
+        512
+    """
+    return replace(problem, tokens=token_class(problem.tokens).measured)
+
+
+def named_candidates(
+    problem: Problem, dtype: str, sm_count: int, configs: Sequence[Config] = CANDIDATES
+) -> dict[str, Config | None]:
+    """What is timed, by the names in tuning results; None is the dense product.
+
+    The first is the cost model's choice, and the dense product the second, so that however little
+    time there is, both are known.
+    """
+    ordered = candidates(measured_problem(problem), sm_count, configs)
+    first, *rest = versions(dtype, ordered).items()
+    return dict([first, (DENSE, None), *rest])
+
+
+def tune_problem(
+    problem: Problem,
+    dtype: str,
+    *,
+    device: torch.device | int | None = None,
+    configs: Sequence[Config] = CANDIDATES,
+    budget_s: float = 60.0,
+    show: Show = lambda *step: None,
+) -> Ranking:
+    """Measure the tiles for the class of a problem; from then on `choose` gives the fastest.
+
+    Where torch.distributed is initialised, every rank calls it: see `hopsparse.tune.tune`.
+
+    Args:
+        problem: Sizes, all positive; k in whole groups of 4.
+        dtype: Of x and w, `bfloat16` or `float16`.
+        device: GPU to measure on; the current one if left out.
+        configs: The tiles.
+        budget_s: Seconds for verifying and timing.
+        show: Is told how far it is.
+
+    Returns:
+        What is known of the class by names of `named_candidates`, also from earlier runs.
+
+    Raises:
+        UnsupportedError: There is no GPU.
+    """
+    from .device import launch_for
+
+    where = gpu(device)
+    machine = machine_of(where.index)
+    stands = measured_problem(problem)
+    try:
+        return tune(
+            Store.default(),
+            key_of(problem, dtype, machine),
+            named_candidates(problem, dtype, machine.sm_count, configs),
+            Layer(stands, dtype, where).steps(),
+            budget_s=budget_s,
+            show=show,
+        )
+    finally:
+        # Launches that were planned before go by the cost model.
+        launch_for.cache_clear()
+
+
+@dataclass
+class Layer:
+    """A random 2:4 layer, as many times as it takes to defeat the L2 cache.
+
+    Attributes:
+        problem: Sizes.
+        dtype: `bfloat16` or `float16`.
+        device: The GPU.
+    """
+
+    problem: Problem
+    dtype: str
+    device: torch.device
+
+    def steps(self) -> Steps[Config | None, Calls]:
+        """How the tuner takes a candidate; tensors are made when the first is prepared."""
+        return Steps(self._compiled, self._prepared, self._excess, self._timed)
+
+    def _compiled(
+        self, configs: Sequence[Config | None]
+    ) -> Generator[tuple[Config | None, str], None, None]:
+        specs = {
+            spec_of(config, self.problem.out, self.dtype): config
+            for config in configs
+            if config is not None
+        }
+        if None in configs:
+            yield None, ""
+        with closing(KernelCache.default().compile_all(specs)) as running:
+            for built in running:
+                yield specs[built.spec], "" if built.error is None else str(built.error)
+
+    def _prepared(self, config: Config | None) -> Calls:
+        x, weights, packed = self._tensors
+        if config is None:
+            return [partial(F.linear, x, weight) for weight in weights]
+        return [partial(run_kernel, each, x, None, config=config) for each in packed]
+
+    def _excess(self, calls: Calls) -> float:
+        """Of the first copy and of the last: one that remembers the first would be too fast."""
+        x = self._tensors[0]
+        shape, worst = (x.shape[0], self.problem.out), 0.0
+        with torch.no_grad():
+            for index, reference in self._references.items():
+                # Where the allocator will likely put the result: what is not written shows.
+                torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
+                worst = max(worst, reference.excess(calls[index]()))
+        return worst
+
+    @cached_property
+    def _references(self) -> dict[int, Reference]:
+        x, weights, _ = self._tensors
+        return {index: Reference(x, weights[index]) for index in (0, -1)}
+
+    def _timed(self, ready: Mapping[str, Calls], seconds: float) -> list[Timing]:
+        contenders = [Contender(name, calls) for name, calls in ready.items()]
+        with torch.no_grad():
+            return time_side_by_side(contenders, budget_s=seconds, device=self.device)
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, list[Tensor], list[NM]]:
+        shape, dtype = (self.problem.out, self.problem.k), _DTYPES[self.dtype]
+        generator = torch.Generator(self.device).manual_seed(0)
+        stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
+        count = copies_to_defeat_l2(stored, l2_bytes(self.device), most=64)
+        weights = [random_24(shape, dtype, generator) for _ in range(count)]
+        x = torch.randn(
+            self.problem.tokens, shape[1], generator=generator, device=self.device, dtype=dtype
+        )
+        return x, weights, [NM.from_dense(weight) for weight in weights]

@@ -1,0 +1,153 @@
+"""What `explain` says, computed again by hand for problems that fit on a sheet of paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
+from hopsparse.ops.spmm_nm.explain import explain, target_of
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, candidates, key_of, versions
+from hopsparse.plan import TARGETS, parse_target
+from hopsparse.tune import Machine, Measured, Store
+from tests.cli.conftest import Run
+
+H200 = TARGETS["h200"]
+HERE = Machine("NVIDIA H200", 132, "580.65.06")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 300, 4096])
+def test_tiles_waves_and_use_are_those_of_the_grid(
+    tokens: int, run_json: Callable[..., Any]
+) -> None:
+    told = run_json("explain", "--shape", "6144x4096", "--tokens", tokens)["planned"]
+    for tile in (told["tile"], *told["next"]):
+        config = next(each for each in CANDIDATES if each.name == tile["name"])
+        # Whole clusters along both sides.
+        out = ceil(6144 / config.out / config.cluster_out) * config.cluster_out
+        along = ceil(tokens / config.tokens / config.cluster_tokens) * config.cluster_tokens
+        assert tile["tiles"] == out * along
+        assert tile["at_once"] == blocks_at_once(config, 132)
+        assert tile["waves"] == ceil(tile["tiles"] / tile["at_once"])
+        assert tile["sm_use"] == pytest.approx(tile["tiles"] / (tile["waves"] * 132))
+        assert 0 < tile["sm_use"] <= 1
+        # A stage: tokens of 128 bytes a unit, panels of 4 KiB of values and 512 bytes of indices.
+        panels = config.out // 64
+        stage = config.units * (config.tokens * 128 + panels * 4608) + 16
+        store = 2 * config.warpgroups * (32 if config.tokens % 32 == 0 else 16) * 128
+        assert tile["smem_bytes"] == config.stages * stage + store
+        assert tile["smem_bytes"] + tile["smem_left_bytes"] == 227 * 1024
+        assert sum(tile["registers"]) * 128 <= 65536
+        assert tile["threads"] == 128 * (config.warpgroups + 1)
+        assert tile["predicted_us"] == predicted_us(config, Problem(tokens, 6144, 4096), 132)
+
+
+def test_floors_are_bytes_and_operations_over_the_ceilings(run_json: Callable[..., Any]) -> None:
+    floor = run_json("explain", "--shape", "4096x4096", "--tokens", 4096)["planned"]["floor"]
+    # Half of the values in 2 bytes, 2 bits of index for each; x and y in 2 bytes.
+    weight = 4096 * 4096 // 2 * 2 + 4096 * 4096 // 2 * 2 // 8
+    assert floor["bytes"] == weight + 2 * 4096 * 4096 * 2
+    assert floor["operations"] == 2 * 4096**3
+    assert floor["bytes_us"] == pytest.approx(1e6 * floor["bytes"] / 4.35e12)
+    assert floor["operations_us"] == pytest.approx(1e6 * 2 * 4096**3 / 1441.7e12)
+    assert floor["us"] == max(floor["bytes_us"], floor["operations_us"])
+
+
+def test_the_chosen_tile_is_the_first_of_the_model_and_the_next_follow(
+    run_json: Callable[..., Any],
+) -> None:
+    told = run_json("explain", "--shape", "4096x4096", "--tokens", 256)["planned"]
+    ordered = [each.name for each in candidates(Problem(256, 4096, 4096), 132)]
+    assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == ordered[:4]
+    assert told["chosen_by"] == "cost model"
+    assert told["tuning"] == []
+
+
+def test_a_tuning_result_is_told_and_taken_on_the_like_of_its_machine(
+    run_json: Callable[..., Any],
+) -> None:
+    problem = Problem(256, 4096, 4096)
+    *_, last = candidates(problem, 132)
+    name = next(key for key, config in versions("bfloat16").items() if config == last)
+    Store.default().put(key_of(problem, "bfloat16", HERE), {name: Measured(7.0, 6.9, 7.1)})
+    told = run_json("explain", "--shape", "4096x4096", "--tokens", 200)["planned"]
+    assert told["tuning"] == [
+        {
+            "gpu": "NVIDIA H200",
+            "sm_count": 132,
+            "driver": "580.65.06",
+            "problems": "4096x4096 bfloat16, tokens 129-256",
+            "tile": last.name,
+            "us": 7.0,
+            "measured": 1,
+        }
+    ]
+    assert told["tile"]["name"] != last.name  # nothing says that this machine is one of those
+    here = explain(problem, "bfloat16", H200, machine=HERE)
+    assert (here.is_tuned, here.chosen.config) == (True, last)
+    other = explain(problem, "bfloat16", H200, machine=replace(HERE, driver="590"))
+    assert (other.is_tuned, other.chosen.config.name) == (False, told["tile"]["name"])
+    for words in (("--tokens", 257), ("--tokens", 200, "--dtype", "float16")):
+        assert run_json("explain", "--shape", "4096x4096", *words)["planned"]["tuning"] == []
+
+
+def test_a_slice_has_fewer_sms_and_is_noted(run: Run, run_json: Callable[..., Any]) -> None:
+    words = ("explain", "--shape", "4096x4096", "--tokens", 16, "--target", "h200:1/7")
+    told = run_json(*words)["planned"]
+    assert told["sm_count"] == parse_target("h200:1/7").sm_count == 16
+    assert told["tile"]["at_once"] <= 16
+    assert told["floor"]["bytes_us"] == pytest.approx(8e6 * told["floor"]["bytes"] / 4.35e12)
+    assert "memory of a whole H200" in told["notes"][0]
+    assert "planned for: h200 slice of 16 SMs\n" in run(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "sm_count", "expected"),
+    [
+        ("NVIDIA H200", 132, "h200"),
+        ("NVIDIA H100 80GB HBM3", 132, "h100"),
+        ("NVIDIA H200 MIG 3g.71gb", 60, "h200:3/7"),
+    ],
+)
+def test_a_gpu_is_judged_by_its_own_ceilings(name: str, sm_count: int, expected: str) -> None:
+    assert target_of(Machine(name, sm_count, "580")) == parse_target(expected)
+
+
+def test_the_text_says_what_runs_and_why(run: Run) -> None:
+    lines = run("explain", "--shape", "4096x4096", "--tokens", 4096).stdout.splitlines()
+    said = {line[:14].strip(): line[14:] for line in lines}
+    assert said["runs"].startswith("wgmma.sp, tile ")
+    assert said["runs"].endswith("fastest by the cost model")
+    for label in ("predicted", "floor", "waves", "shared memory", "registers", "cluster"):
+        assert said[label]
+    assert sum(line.startswith("next ") for line in lines) == 3
+    assert said["tuned"].startswith("no;")
+    assert said["dense runs"].startswith("where values are float32")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--shape", "4096", "--tokens", "1"), "shape '4096'"),
+        (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
+        (("--shape", "64x66", "--tokens", "1"), "k = 66"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int8"), "dtype 'int8'"),
+        (("--shape", "64x64", "--tokens", "1", "--target", "h200:1/9"), "h200:1/9"),
+    ],
+)
+def test_what_is_no_problem_is_refused(run: Run, words: tuple[str, ...], told: str) -> None:
+    result = run("explain", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hopsparse.cli.console import _finite
+from hopsparse.cli.tune import Tune, _cells, _problems, distinct, layers_of, result
+from hopsparse.errors import ArgumentError
+from hopsparse.measure.suite import Problem
+from hopsparse.ops.spmm_nm.cost import Problem as Sizes
+from hopsparse.ops.spmm_nm.tuning import DENSE, named_candidates
+from hopsparse.tune import Measured, Ranking, token_classes
+from tests.cli.conftest import Run
+
+
+def test_without_a_gpu_it_says_what_is_missing(
+    run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = run_json("tune", "--shape", "64x64", exit_code=2)["error"]
+    assert error["kind"] == "UnsupportedError"
+    assert "sees no GPU" in error["got"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "no layers"),
+        (("--shape", "64x64", "--suite", "anchors"), "--shape and --suite"),
+        (("--shape", "64"), "shape '64'"),
+        (("--shape", "64x66"), "k = 66"),
+        (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
+        (("--shape", "64x64", "--dtype", "float32"), "dtype 'float32'"),
+        (("--suite", "gpt"), "suite 'gpt'"),
+        (("no-such-folder",), "is no folder"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_before_a_gpu_is_looked_for(
+    run: Run, words: tuple[str, ...], told: str
+) -> None:
+    result = run("tune", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_a_shape_is_tuned_once_for_each_class() -> None:
+    problems = distinct(_problems(Tune(shape=["4096x4096"])))
+    assert [each.tokens for each in problems] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert [each.measured for each in token_classes(4096)] == [each.tokens for each in problems]
+
+
+def test_counts_of_one_class_are_one_problem() -> None:
+    problems = distinct(_problems(Tune(shape=["64x32", "64x32"], tokens="1,16,17,300,5000")))
+    assert [each.tokens for each in problems] == [16, 32, 512, 16384]
+
+
+def test_a_suite_has_each_shape_once_and_takes_other_tokens() -> None:
+    problems = distinct(_problems(Tune(suite="anchors")))
+    assert len(problems) == 6 * 4 * 2
+    few = distinct(_problems(Tune(suite="anchors", tokens="1", dtype="float16")))
+    assert [(each.tokens, each.dtype) for each in few] == [(16, "float16")] * 6
+    assert few[0].layer == "llama-3-8b.qkv"
+
+
+def test_a_model_has_each_shape_once(sparse_model: Path) -> None:
+    layers = layers_of(sparse_model, "bfloat16")
+    config = json.loads((sparse_model / "config.json").read_text())
+    stored = config["quantization_config"]["modules"].values()
+    assert {(out, k) for _, out, k, _ in layers} == {tuple(each["shape"]) for each in stored}
+    assert len(layers) == len({layer[1:] for layer in layers}) < len(stored)
+
+
+def test_a_model_in_float32_has_nothing_to_tune(sparse_model: Path) -> None:
+    with pytest.raises(ArgumentError, match="--dtype bfloat16"):
+        layers_of(sparse_model, "float32")
+
+
+def test_a_dense_model_has_nothing_to_tune(dense_model: Path) -> None:
+    with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values"):
+        layers_of(dense_model, "bfloat16")
+
+
+def ranking_of(problem: Problem) -> tuple[Ranking, list[str]]:
+    """The third candidate wins, the fourth is wrong, the fifth failed, the last has no time."""
+    sizes = Sizes(problem.tokens, problem.out, problem.k)
+    first, dense, third, wrong, failed, *rest = named_candidates(sizes, problem.dtype, 132)
+    assert dense == DENSE
+    times = {first: 20.0, dense: 30.0, third: 10.0}
+    times |= {name: 40.0 + place for place, name in enumerate(rest[:-1])}
+    measured = {name: Measured(us, us - 1, us + 1) for name, us in times.items()}
+    measured[wrong] = Measured.wrong("wrong: an error of 9 times the bound")
+    names = [name.split(" ")[0] for name in (first, third, wrong, failed, rest[-1])]
+    return Ranking(measured, (third,), {failed: "DriverError: no"}, (rest[-1],)), names
+
+
+def test_rows_say_times_ratios_and_what_runs() -> None:
+    problem = Problem("o", 1000, 1000, 16, "float16")
+    ranking, (first, third, wrong, failed, left) = ranking_of(problem)
+    told = result(problem, ranking, 132)
+    assert told["tokens"] == "1-16"
+    assert (told["runs"], told["regret"], told["dense_us"]) == (third, 2.0, 30.0)
+    rows = {row["tile"]: row for row in told["tiles"]}
+    assert len(rows) == len(named_candidates(Sizes(16, 1000, 1000), "float16", 132)) - 1
+    assert [row["tile"] for row in told["tiles"]][:2] == [third, first]
+    best = rows[third]
+    assert best["tflops"] == pytest.approx(2 * 16e6 / 10e-6 / 1e12)
+    assert (best["ratio_to_dense"], best["ratio_to_model"], best["is_new"]) == (3.0, 2.0, True)
+    assert best["spread"] == pytest.approx(0.2)
+    assert rows[first]["is_first_choice"]
+    assert "9 times" in rows[wrong]["wrong"]
+    assert rows[failed]["failed"] == "DriverError: no"
+    assert _finite(rows[left])["us"] is None
+    assert _finite(rows[left])["tflops"] is None
+    assert json.dumps(_finite(told), allow_nan=False)
+
+
+def test_a_table_row_has_dashes_for_what_was_not_measured() -> None:
+    problem = Problem("", 1000, 1000, 16)
+    ranking, (_, third, wrong, _, _) = ranking_of(problem)
+    rows = {row["tile"]: row for row in result(problem, ranking, 132)["tiles"]}
+    cells = _cells(rows[third], runs=True)
+    assert cells == [third, "10.0", "20.0 %", "3", "3.00", "2.00", "runs"]
+    assert _cells(rows[wrong], runs=False) == [wrong, "-", "-", "-", "-", "-", "WRONG"]
+
+
+def test_nothing_runs_where_nothing_was_measured() -> None:
+    told = result(Problem("", 1000, 1000, 16), Ranking(), 132)
+    assert told["runs"] is None
+    assert told["regret"] is None

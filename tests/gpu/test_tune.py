@@ -1,0 +1,182 @@
+"""A small layer tuned end to end, and a layer that is ready before its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopsparse.compiler import cache as compiler_cache
+from hopsparse.formats import NM, NMPattern
+from hopsparse.launch import kernel as launch_kernel
+from hopsparse.nn import SparseLinear
+from hopsparse.ops import spmm_nm
+from hopsparse.ops.spmm_nm import device as spmm_nm_device
+from hopsparse.ops.spmm_nm import plan, prepare
+from hopsparse.ops.spmm_nm.kernel import Config
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, choices, key_of, versions
+from hopsparse.ops.spmm_nm.tuning import (
+    DENSE,
+    Calls,
+    Layer,
+    measured_problem,
+    named_candidates,
+    tune_problem,
+)
+from hopsparse.prune import magnitude
+from hopsparse.tune import Machine, Measured, Store, machine_of, tune
+
+OUT, K, TOKENS = 512, 512, 100
+PROBLEM = Problem(TOKENS, OUT, K)
+
+
+@pytest.fixture
+def here(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machine]:
+    """The machine, with nothing tuned, compiled or loaded, in memory or on disk."""
+    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch_kernel, "_LOADED", {})
+    spmm_nm_device.launch_for.cache_clear()
+    yield machine_of(device.index)
+    spmm_nm_device.launch_for.cache_clear()
+
+
+@pytest.fixture
+def layer(device: torch.device) -> SparseLinear:
+    weight = torch.randint(-3, 4, (OUT, K), device=device).float()
+    dense = magnitude(weight, NMPattern(2, 4)).bfloat16()
+    return SparseLinear(NM.from_dense(dense))
+
+
+def inputs(tokens: int, device: torch.device) -> Tensor:
+    """Small integers: every tile gives the same bits."""
+    return torch.randint(-2, 3, (tokens, K), device=device).bfloat16()
+
+
+def test_the_winner_is_what_runs_and_nothing_is_measured_twice(
+    here: Machine, layer: SparseLinear, device: torch.device
+) -> None:
+    ranking = tune_problem(PROBLEM, "bfloat16", device=device)
+    assert ranking.failed == {}
+    assert ranking.unmeasured == ()
+    assert set(ranking.timed) == {*versions("bfloat16"), DENSE}
+    assert all(0 < each.us < 1000 for each in ranking.measured.values())
+
+    fastest = next(name for name in ranking.order if name != DENSE)
+    tile = versions("bfloat16")[fastest]
+    for tokens in (65, TOKENS, 128):
+        told = layer.plan(inputs(tokens, device)).describe()
+        assert f"tile {tile.name}, tuned" in told
+    assert "predicted" in layer.plan(inputs(129, device)).describe()
+    launch = spmm_nm_device.launch_for(
+        PROBLEM, torch.bfloat16, spmm_nm_device.Epilogue(torch.bfloat16), device.index
+    )
+    assert launch.config == tile
+
+    again = tune_problem(replace(PROBLEM, tokens=70), "bfloat16", device=device)
+    assert again.timed == ()
+    assert again.measured == ranking.measured
+
+
+def test_a_launch_that_was_planned_before_goes_by_the_new_result(
+    here: Machine, layer: SparseLinear, device: torch.device
+) -> None:
+    x = inputs(TOKENS, device)
+    y = layer(x)
+    tune_problem(PROBLEM, "bfloat16", device=device)
+    assert torch.equal(layer(x), y)
+    launch = spmm_nm_device.launch_for(
+        PROBLEM, torch.bfloat16, spmm_nm_device.Epilogue(torch.bfloat16), device.index
+    )
+    assert f"tile {launch.config.name}, tuned" in layer.plan(x).describe()
+
+
+def test_a_wrong_tile_is_dropped_and_never_timed(here: Machine, device: torch.device) -> None:
+    stands = measured_problem(PROBLEM)
+    tiles = candidates(stands, here.sm_count)[:4]
+    victim = tiles[1]
+    steps = Layer(stands, "bfloat16", device).steps()
+
+    def prepared(config: Config | None) -> Calls:
+        """One tile forgets the last out-feature."""
+        calls = steps.prepare(config)
+        if config != victim:
+            return calls
+
+        def forget() -> Tensor:
+            y = calls[0]()
+            y[:, -1] = 0
+            return y
+
+        return [forget, *calls[1:]]
+
+    key = key_of(PROBLEM, "bfloat16", here)
+    named = named_candidates(PROBLEM, "bfloat16", here.sm_count, tiles)
+    ranking = tune(Store.default(), key, named, replace(steps, prepare=prepared))
+    name = next(name for name, config in versions("bfloat16").items() if config == victim)
+    assert name not in ranking.timed
+    assert name not in ranking.order
+    assert "times the bound, so it was not timed" in ranking.measured[name].error
+    assert len(ranking.timed) == len(tiles)  # the other three, and dense
+    assert Store.default().best(key, [name]) is None
+
+
+def test_a_new_tile_is_measured_beside_the_fastest_alone(
+    here: Machine, device: torch.device
+) -> None:
+    first = tune_problem(PROBLEM, "bfloat16", device=device, configs=CANDIDATES[-4:])
+    assert len(first.timed) == 5
+    more = tune_problem(PROBLEM, "bfloat16", device=device, configs=CANDIDATES[-5:])
+    assert more.timed == (next(iter(versions("bfloat16", CANDIDATES[-5:-4]))),)
+    assert all(more.measured[name] == first.measured[name] for name in first.measured)
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_nothing_is_compiled_or_loaded_after_it_was_prepared(
+    is_tuned: bool,
+    here: Machine,
+    layer: SparseLinear,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 600
+    if is_tuned:  # a tile that the model chooses nowhere here
+        chosen = choices(Problem(most, OUT, K), here.sm_count)
+        name = next(name for name, each in versions("bfloat16").items() if each not in chosen)
+        key = key_of(Problem(40, OUT, K), "bfloat16", here)
+        Store.default().put(key, {name: Measured(1.0, 1.0, 1.0)})
+    layer.prepare(max_tokens=most)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("compiled after it was prepared")
+
+    monkeypatch.setattr(compiler_cache, "compile_unit", refuse)
+    # Nor read from the cache: a kernel is looked up there only where it is not loaded.
+    monkeypatch.setattr(compiler_cache.KernelCache, "get", refuse)
+    for tokens in range(1, most + 1):
+        layer(inputs(tokens, device))
+    torch.cuda.synchronize()
+
+
+def test_epilogues_are_prepared_on_their_own(
+    here: Machine, layer: SparseLinear, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = layer.matrix
+    assert isinstance(w, NM)
+    found = prepare(w, 64, act="silu", residual=True, out_dtype=torch.float32)
+    assert set(found) == set(choices(Problem(64, OUT, K), here.sm_count))
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("compiled after it was prepared")
+
+    monkeypatch.setattr(compiler_cache.KernelCache, "get", refuse)
+    for tokens in (1, 16, 17, 64):
+        residual = torch.zeros(tokens, OUT, device=device)
+        x = inputs(tokens, device)
+        spmm_nm(w, x, act="silu", residual=residual, out_dtype=torch.float32)
+    assert plan(w, inputs(64, device)).name == "kernel"

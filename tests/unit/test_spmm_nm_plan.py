@@ -1,0 +1,173 @@
+"""Which tile a problem runs: by the cost model, or by what was tuned for its class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hopsparse.errors import ArgumentError
+from hopsparse.formats import NM, NMPattern
+from hopsparse.nn import SparseLinear
+from hopsparse.ops.spmm_nm import plan, prepare
+from hopsparse.ops.spmm_nm.cost import predicted_us
+from hopsparse.ops.spmm_nm.kernel import Config, spec_for
+from hopsparse.ops.spmm_nm.plan import (
+    CANDIDATES,
+    Problem,
+    candidates,
+    choices,
+    choose,
+    key_of,
+    tuned,
+    versions,
+)
+from hopsparse.ops.spmm_nm.tuning import DENSE, measured_problem, named_candidates
+from hopsparse.plan import parse_target
+from hopsparse.plan.budget import check, warpgroup_registers
+from hopsparse.prune import magnitude
+from hopsparse.tune import Machine, Measured, Store, token_classes, version_of
+
+HERE = Machine("NVIDIA H200", 132, "580.65.06")
+LAYER = Problem(300, 4096, 4096)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
+
+
+def store_winner(problem: Problem, winner: Config, dtype: str = "bfloat16") -> None:
+    """As if every tile had been measured, and `winner` were the fastest."""
+    times = {
+        name: Measured(us := 1.0 if config == winner else 2.0, us, us)
+        for name, config in versions(dtype).items()
+    }
+    Store.default().put(key_of(problem, dtype, HERE), times)
+
+
+def slowest(problem: Problem) -> Config:
+    return candidates(problem, 132)[-1]
+
+
+def test_every_tile_takes_whole_steps_of_tokens() -> None:
+    # `choose` rounds token counts up to a multiple of 16: no tile may tell finer ones apart.
+    assert all(config.tokens % 16 == 0 for config in CANDIDATES)
+    assert all(each.measured % 16 == 0 for each in token_classes())
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "h200:1/7"])
+def test_every_tile_fits_an_sm(gpu: str) -> None:
+    for config in CANDIDATES:
+        producer, consumer = warpgroup_registers(config.warpgroups)
+        for dtype in ("bfloat16", "float16"):
+            registers = (producer, *[consumer] * config.warpgroups)
+            check(spec_for(config, dtype), parse_target(gpu), registers)
+
+
+@pytest.mark.parametrize("sm_count", [16, 132])
+def test_without_results_the_model_chooses(sm_count: int) -> None:
+    for tokens in (16, 256, 4096):
+        problem = replace(LAYER, tokens=tokens)
+        times = {predicted_us(config, problem, sm_count): config for config in CANDIDATES}
+        chosen = choose(problem, sm_count, machine=HERE)
+        assert predicted_us(chosen, problem, sm_count) == min(times)
+
+
+def test_a_stored_winner_runs_for_its_class_alone() -> None:
+    store_winner(LAYER, slowest(LAYER))
+    for tokens in (257, 300, 512):
+        assert choose(replace(LAYER, tokens=tokens), 132, machine=HERE) == slowest(LAYER)
+    for other in (
+        replace(LAYER, tokens=256),
+        replace(LAYER, tokens=513),
+        replace(LAYER, out=4160),
+        replace(LAYER, k=4160),
+    ):
+        assert tuned(other, "bfloat16", HERE) is None
+        assert choose(other, 132, machine=HERE) == choose(other, 132)
+
+
+def test_a_stored_winner_is_of_one_dtype_and_one_kind_of_machine() -> None:
+    store_winner(LAYER, slowest(LAYER))
+    assert tuned(LAYER, "bfloat16", HERE) == slowest(LAYER)
+    assert tuned(LAYER, "float16", HERE) is None
+    for other in (
+        replace(HERE, gpu="NVIDIA H200 MIG 1g.18gb"),
+        replace(HERE, sm_count=114),
+        replace(HERE, driver="590"),
+    ):
+        assert tuned(LAYER, "bfloat16", other) is None
+    assert choose(LAYER, 132) != slowest(LAYER)
+
+
+def test_a_tile_whose_text_has_changed_is_not_the_one_that_was_measured() -> None:
+    config = slowest(LAYER)
+    spec = spec_for(config, "bfloat16")
+    edited = version_of(config.name, replace(spec, text=spec.text + "// edited"))
+    Store.default().put(key_of(LAYER, "bfloat16", HERE), {edited: Measured(1.0, 1.0, 1.0)})
+    assert tuned(LAYER, "bfloat16", HERE) is None
+
+
+def test_a_wrong_tile_and_the_dense_product_never_run() -> None:
+    first, second = list(versions("bfloat16"))[:2]
+    times = {DENSE: Measured(0.1, 0.1, 0.1), second: Measured(5.0, 5.0, 5.0)}
+    times[first] = Measured.wrong("wrong")
+    Store.default().put(key_of(LAYER, "bfloat16", HERE), times)
+    assert tuned(LAYER, "bfloat16", HERE) == versions("bfloat16")[second]
+
+
+@pytest.mark.parametrize("most", [1, 16, 17, 530])
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_choices_are_all_that_any_count_chooses(most: int, is_tuned: bool) -> None:
+    by_model = {choose(replace(LAYER, tokens=tokens), 132) for tokens in range(1, 531)}
+    never = next(config for config in CANDIDATES if config not in by_model)
+    if is_tuned:
+        store_winner(replace(LAYER, tokens=20), never)
+    found = choices(replace(LAYER, tokens=most), 132, machine=HERE)
+    chosen = [
+        choose(replace(LAYER, tokens=tokens), 132, machine=HERE) for tokens in range(1, most + 1)
+    ]
+    assert set(found) == set(chosen)
+    assert {config: chosen.index(config) + 1 for config in found} == found
+    assert (never in found) == (is_tuned and most > 16)
+
+
+def test_candidates_are_named_with_the_models_choice_first_and_dense_second() -> None:
+    named = named_candidates(LAYER, "float16", 132)
+    first, dense, *_ = named
+    assert named[first] == candidates(measured_problem(LAYER), 132)[0]
+    assert (dense, named[dense]) == (DENSE, None)
+    assert len(named) == len(CANDIDATES) + 1
+    assert set(named) - {DENSE} == set(versions("float16"))
+
+
+def packed() -> NM:
+    dense = magnitude(torch.randn(8, 16), NMPattern(2, 4))
+    return NM.from_dense(dense)
+
+
+def test_on_the_cpu_there_is_no_kernel_to_prepare() -> None:
+    assert prepare(packed(), 4096) == ()
+    assert plan(packed(), torch.randn(2, 16)).name == "reference"
+
+
+@pytest.mark.parametrize(("tokens", "act"), [(0, None), (-1, None), (16, "tanh")])
+def test_what_no_call_can_be_is_refused(tokens: int, act: str | None) -> None:
+    with pytest.raises(ArgumentError, match="max_tokens"):
+        prepare(packed(), tokens, act=act)
+
+
+def test_a_prepared_layer_has_decoded_what_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = packed(), torch.randn(3, 16)
+    layer = SparseLinear(w)
+    expected = SparseLinear(w)(x)
+    layer.prepare(max_tokens=8)
+
+    def refuse(self: NM) -> torch.Tensor:
+        raise AssertionError("decoded after it was prepared")
+
+    monkeypatch.setattr(NM, "to_dense", refuse)
+    assert torch.equal(layer(x), expected)
