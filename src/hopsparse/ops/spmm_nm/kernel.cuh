@@ -178,10 +178,12 @@ __device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
   for (int i = first; i < first + count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// One stage: its indices into registers that no wgmma in flight reads, and its products issued.
+// One stage: its indices into registers that no wgmma in flight reads, its products issued, and the
+// stage before it released once they alone are in flight.
 template <class C>
-__device__ __forceinline__ void issue_stage(Sums<C>& d, u32 (&e)[C::kPanels][C::kUnits], u32 smem,
-                                            u32 wg, const Ring<C::kStages>& ring) {
+__device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][C::kUnits],
+                                               u32 smem, u32 wg, Ring<C::kStages>& ring, u32 freed,
+                                               bool first) {
   using S = Smem<C>;
   constexpr u32 kStepsApart = S::kPanels * kStepBytes;
   const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta + wg * C::kPanels * C::kUnits * 512 +
@@ -207,11 +209,6 @@ __device__ __forceinline__ void issue_stage(Sums<C>& d, u32 (&e)[C::kPanels][C::
     }
   }
   wgmma_commit();
-}
-
-// The stage before it released, once the products of the last one issued are alone in flight.
-template <class C>
-__device__ __forceinline__ void retire_stage(Ring<C::kStages>& ring, u32 freed, bool first) {
   wgmma_wait<1>();
   if (!first) release<C>(freed, ring.previous());
   ring.advance();
@@ -220,14 +217,15 @@ __device__ __forceinline__ void retire_stage(Ring<C::kStages>& ring, u32 freed, 
 // ---- Epilogue ----------------------------------------------------------------------------------
 //
 // A panel leaves in pieces of kStoreTokens tokens, packed into words first.
-// A tile whose words fit into registers beside the sums of the next one is
-// sent late, a piece after each of the next tile's first stages is issued, while the tensor cores
-// have two stages to work on.
+//
+// Tried and slower: to keep a tile's words in registers and send a piece after each of the next
+// tile's first stages, with one or two stages of wgmma in flight (195 to 197 k clocks against 187
+// k, 4096^3). Page 0005 of docs/design has the table.
 
 template <class C>
 struct Pieces {
   static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
-  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens, kAll = C::kPanels * kOfPanel;
+  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
 };
 
 template <class C>
@@ -388,39 +386,6 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
   }
 }
 
-// A tile that is sent late: its words, and how many pieces are left.
-template <class C>
-struct Pending {
-  static constexpr int kWords = Pieces<C>::kWords;
-  u32 words[Pieces<C>::kAll * kWords];
-  int left = 0, out0 = 0, token0 = 0;
-
-  __device__ __forceinline__ void take(const Args& args, Sums<C>& d, u32 wg, TileAt tile) {
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) {
-      const PanelAt<C> at(args, tile, wg, p);
-      if (p == 0) out0 = at.out0, token0 = at.token0;
-#pragma unroll
-      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
-        pack_piece<C>(args, d[p], at, s, words + (p * Pieces<C>::kOfPanel + s) * kWords);
-      }
-    }
-    left = Pieces<C>::kAll;
-  }
-
-  __device__ __forceinline__ void send_one(const Args& args, u32 smem, u32 wg, u32& turn) {
-    if (left == 0) return;
-    const int piece = Pieces<C>::kAll - left--;
-    const u32 address = piece_address<C>(smem, wg, turn);
-#pragma unroll
-    for (int s = 0; s < Pieces<C>::kAll; ++s) {  // registers cannot be indexed at run time
-      if (s == piece) write_words<C>(words + s * kWords, address);
-    }
-    send_piece<C>(args, smem, wg, turn, out0 + piece / Pieces<C>::kOfPanel * 64,
-                  token0 + piece % Pieces<C>::kOfPanel * C::kStoreTokens);
-  }
-};
-
 // ---- Consumer ----------------------------------------------------------------------------------
 
 template <class C>
@@ -429,7 +394,6 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
   const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks;
   const u32 freed = release_address<C>(smem, rank);
   Ring<C::kStages> ring;
-  Pending<C> pending;
   u32 turn = 0;
   for (int index = blockIdx.x / kBlocks; index < tiles; index += step) {
     Sums<C> d;
@@ -443,28 +407,15 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
     int k = 0;
 #pragma unroll 1
     do {
-      issue_stage<C>(d, e[0], smem, wg, ring);
-      if constexpr (C::kLate) pending.send_one(args, smem, wg, turn);
-      retire_stage<C>(ring, freed, k == 0);
-      issue_stage<C>(d, e[1], smem, wg, ring);
-      if constexpr (C::kLate) pending.send_one(args, smem, wg, turn);
-      retire_stage<C>(ring, freed, false);
+      multiply_stage<C>(d, e[0], smem, wg, ring, freed, k == 0);
+      multiply_stage<C>(d, e[1], smem, wg, ring, freed, false);
       k += 2;
     } while (k < args.stages_of_k);
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) settle(d[p], 0, C::kTokens / 2);
     release<C>(freed, ring.previous());
-    const TileAt tile = tile_at<C>(args, index, rank);
-    if constexpr (C::kLate) {
-      while (pending.left > 0) pending.send_one(args, smem, wg, turn);  // where k is short
-      pending.take(args, d, wg, tile);
-    } else {
-      store_tile<C>(args, d, smem, wg, turn, tile);
-    }
-  }
-  if constexpr (C::kLate) {
-    while (pending.left > 0) pending.send_one(args, smem, wg, turn);
+    store_tile<C>(args, d, smem, wg, turn, tile_at<C>(args, index, rank));
   }
 }
 

@@ -117,7 +117,6 @@ def spec_for(
     direct = direct or out_dtype == "float32"
     producer, consumer = warpgroup_registers(config.warpgroups)
     threads = 128 * (config.warpgroups + 1)
-    late = not direct and not residual and 64 <= config.panels * config.tokens // 2 <= 128
     cluster = config.cluster_out * config.cluster_tokens
     text = f"""
 struct Config {{
@@ -127,7 +126,6 @@ struct Config {{
   static constexpr int kClusterOut = {config.cluster_out};
   static constexpr int kClusterTokens = {config.cluster_tokens};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
-  static constexpr bool kLate = {str(late).lower()};
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
   static constexpr Activation kActivation = Activation::{activation};
   static constexpr Type kIn = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out_dtype]};
