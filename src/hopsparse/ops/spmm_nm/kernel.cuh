@@ -175,7 +175,13 @@ using Sums = float[C::kPanels][C::kTokens / 2];
 template <int N>
 __device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
 #pragma unroll
-  for (int i = first; i < first + count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = first; i < first + count; i += 8) {
+    // Eight at a time: each statement is a point that all sums must pass while it is compiled.
+    asm volatile(""
+                 : "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]),
+                   "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]),
+                   "+f"(sums[i + 7])::"memory");
+  }
 }
 
 // One stage: its indices into registers that no wgmma in flight reads, its products issued, and the
