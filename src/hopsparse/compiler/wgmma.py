@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..errors import ArgumentError
 
+_UNIT = 64  # columns of k that share an index word
 #: Logical k of one sparse instruction, and what follows the scale-d predicate: two scales of 1,
 #: then, for 16-bit types, two "not transposed".
 _KINDS = {
@@ -18,11 +19,11 @@ _KINDS = {
 
 
 def sparse_product(kind: str, n: int) -> str:
-    """A static member template `multiply<Selector>(d, a, b, e)` of 64 x n: d += a @ b^T.
+    """A static member `multiply(d, a, b, e)` of 64 x n and one unit of 64 columns: d += a @ b^T.
 
-    a and b are shared-memory descriptors, a the kept values of a 2:4 matrix, e its index word,
-    Selector which lanes' words an instruction of 16-bit values reads (0: lanes 0 and 1 of every
-    four, 1: lanes 2 and 3).
+    a and b are the shared-memory descriptors of each instruction of the unit, two for 16-bit types
+    and one for 8-bit ones, a the kept values of a 2:4 matrix, e its index word. They are one asm
+    statement: each costs the compiler as much as it has accumulators.
 
     Args:
         kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands.
@@ -44,22 +45,29 @@ def sparse_product(kind: str, n: int) -> str:
             hint=f"n = {min(256, max(16, -(-n // 16) * 16))}",
         )
     k, types, sums, tail = _KINDS[kind]
-    count = n // 2
-    words = [f"%{i}" for i in range(count)]
+    count, steps = n // 2, _UNIT // k
     letter = "f" if sums == "float" else "r"
     outs = _rows([f'"+{letter}"(d[{i}])' for i in range(count)], "        ")
-    names = _rows(words, "        ", quoted=True)
-    return f"""  template <int Selector>
-  static __device__ __forceinline__ void multiply({sums} (&d)[{count}], u64 a, u64 b, u32 e) {{
+    names = _rows([f"%{i}" for i in range(count)], "        ", quoted=True)
+    # The selector says which lanes' words an instruction reads: 0, lanes 0 and 1 of every four.
+    instructions = "\n".join(
+        f"""        "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
+{names}
+        "}}, %{count + 1 + step}, %{count + 1 + steps + step}, %{count}, {step}, add{tail};\\n\""""
+        for step in range(steps)
+    )
+    descriptors = ", ".join(f'"l"({side}[{step}])' for side in "ab" for step in range(steps))
+    return f"""
+  static __device__ __forceinline__ void multiply(
+      {sums} (&d)[{count}], const u64 (&a)[{steps}], const u64 (&b)[{steps}], u32 e) {{
     asm volatile(
         "{{.reg .pred add;\\n"
         "setp.ne.b32 add, 1, 0;\\n"
-        "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
-{names}
-        "}}, %{count}, %{count + 1}, %{count + 2}, %{count + 3}, add{tail};}}"
+{instructions}
+        "}}"
         :
 {outs}
-        : "l"(a), "l"(b), "r"(e), "n"(Selector));
+        : "r"(e), {descriptors});
   }}
 """
 

@@ -210,8 +210,8 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) {
       const u64 ap = a + ((2 * u * kStepsApart + p * kStepBytes) >> 4);
-      C::template multiply<0>(d[p], ap, bu, e[p][u]);
-      C::template multiply<1>(d[p], ap + (kStepsApart >> 4), bu + (64 >> 4), e[p][u]);
+      const u64 values[2] = {ap, ap + (kStepsApart >> 4)}, tokens[2] = {bu, bu + (64 >> 4)};
+      C::multiply(d[p], values, tokens, e[p][u]);
     }
   }
   wgmma_commit();
