@@ -7,6 +7,7 @@ call that needs none of them goes past it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from torch import Tensor
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern
 from .._product import gather_kept
-from . import device
-from .reference import apply_activation, decode
+from .reference import apply_activation, decode, spmm_nm
 
 
 def traced(
@@ -41,8 +41,7 @@ def traced(
     return y if residual is None else y + residual
 
 
-@torch.library.custom_op("hopsparse::spmm_nm", mutates_args=())
-def _spmm_nm(
+def _run(
     parts: Sequence[Tensor],
     x: Tensor,
     bias: Tensor | None,
@@ -52,13 +51,35 @@ def _spmm_nm(
     alpha: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    values, meta = parts
-    w = NM((out, x.shape[-1]), values, meta, NMPattern(2, 4))
-    return device.run(w, x, bias, residual, activation, alpha, out_dtype)
+    # Here, because a process on the CPU needs neither a compiler nor a driver.
+    from .device import run
+
+    return run(_matrix(parts, out, x), x, bias, residual, activation, alpha, out_dtype)
 
 
-@_spmm_nm.register_fake
-def _(
+def _run_on_cpu(
+    parts: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: int,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """For programs that were exported on a GPU."""
+    return spmm_nm(
+        _matrix(parts, out, x),
+        x,
+        bias,
+        activation=activation,
+        alpha=alpha,
+        residual=residual,
+        out_dtype=out_dtype,
+    )
+
+
+def _result(
     parts: Sequence[Tensor],
     x: Tensor,
     bias: Tensor | None,
@@ -69,6 +90,11 @@ def _(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+
+
+def _matrix(parts: Sequence[Tensor], out: int, x: Tensor) -> NM:
+    values, meta = parts
+    return NM((out, x.shape[-1]), values, meta, NMPattern(2, 4))
 
 
 def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
@@ -97,4 +123,17 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     return [grad_values, None], grad_x, grad_bias, *[None] * 5
 
 
-_spmm_nm.register_autograd(_backward, setup_context=_setup_context)
+# Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
+_LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "spmm_nm(Tensor[] parts, Tensor x, Tensor? bias, Tensor? residual, SymInt out, str activation, "
+    "float alpha, ScalarType out_dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("spmm_nm", _run, "CUDA")
+_LIBRARY.impl("spmm_nm", _run_on_cpu, "CPU")
+torch.library.register_fake("hopsparse::spmm_nm", _result, lib=_LIBRARY)
+torch.library.register_autograd(
+    "hopsparse::spmm_nm", _backward, setup_context=_setup_context, lib=_LIBRARY
+)
+_spmm_nm = torch.ops.hopsparse.spmm_nm.default

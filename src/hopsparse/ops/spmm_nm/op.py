@@ -14,6 +14,7 @@ from ...formats.nm import NM
 from .._product import Plan, check_inputs, check_weight
 from . import reference
 from .cost import Problem
+from .dispatch import traced
 from .kernel import ACTIVATIONS, Config
 from .plan import choose
 
@@ -109,8 +110,6 @@ def run_kernel(
     out_dtype = out_dtype or x.dtype
     if is_plain(w.values, x, bias, residual):
         return _run()(w, x, bias, residual, activation, alpha, out_dtype, config)
-    from .dispatch import traced
-
     return traced(w, x, bias, residual, activation, alpha, out_dtype)
 
 
