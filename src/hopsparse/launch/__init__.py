@@ -2,7 +2,7 @@
 
 from .driver import DeviceFacts, check, device_facts, require_driver
 from .graph import Graph, capture
-from .kernel import Args, Kernel, kernel_for
+from .kernel import Args, Bound, Kernel, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
 from .stream import current_stream, is_capturing
@@ -11,6 +11,7 @@ from .tensormap import MAP_BYTES, Element, check_tiled, encode
 __all__ = [
     "MAP_BYTES",
     "Args",
+    "Bound",
     "DeviceFacts",
     "Element",
     "Graph",

@@ -23,12 +23,15 @@ from .driver import (
 )
 from .stream import is_capturing
 
-#: What a launch takes as the kernel's argument; bytes are the fastest.
+#: What a launch takes as the kernel's argument.
 Args = bytes | bytearray | memoryview | ctypes.Structure | ctypes.Array[Any]
 
 _MAX_DYNAMIC_SMEM, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _DEFAULT_SMEM, _PORTABLE_CLUSTER = 48 * 1024, 8
 _ARGS_ALIGNMENT = 128  # what CUtensorMap asks for in C++; the driver wants 64
+# What a launch returns, and launches nothing, where this thread has no context or that of another
+# GPU: CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE.
+_FOREIGN_CONTEXT = (201, 400)
 
 
 class Kernel:
@@ -62,22 +65,6 @@ class Kernel:
         with entered(self.context), relaxed_capture():
             self.function = _load(image, spec)
 
-        # All that a launch writes is made here, once; the lock keeps threads from mixing it.
-        self._lock = threading.Lock()
-        self._config = launch_config(spec)
-        self._attribute_count = self._config.attribute_count
-        self._args, address = _aligned(spec.args_bytes)
-        self._current = ctypes.c_void_p()
-        self._current_ref = ctypes.byref(self._current)
-        self._get_current = require_driver().cuCtxGetCurrent
-        self._launch = functools.partial(
-            require_driver().cuLaunchKernelEx,
-            ctypes.byref(self._config),
-            ctypes.c_void_p(self.function),
-            (ctypes.c_void_p * 1)(address),
-            None,
-        )
-
     def launch(
         self, grid: tuple[int, int, int] | int, args: Args, stream: int, *, pdl: bool = False
     ) -> None:
@@ -94,24 +81,69 @@ class Kernel:
             ArgumentError: A grid, an argument or a `pdl` that does not go with the spec.
             DriverError: The driver refused; the fault may be of a kernel launched earlier.
         """
+        self.bind(grid, args, stream, pdl=pdl)()
+
+    def bind(
+        self, grid: tuple[int, int, int] | int, args: Args, stream: int, *, pdl: bool = False
+    ) -> Bound:
+        """A launch that is checked and put together once, to be made any number of times.
+
+        Args:
+            grid: As for `launch`, like all the rest.
+            args: The argument struct; it is copied.
+            stream: Handle of a stream.
+            pdl: Let it start early.
+
+        Raises:
+            ArgumentError: A grid, an argument or a `pdl` that does not go with the spec.
+        """
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
-        if type(args) is not bytes:
-            args = bytes(args)
-        check_launch(self.spec, (x, y, z), len(args), pdl)
-        with self._lock:
-            config = self._config
-            config.grid_x, config.grid_y, config.grid_z = x, y, z
-            config.stream = stream
-            config.attribute_count = self._attribute_count + pdl
-            self._args[:] = args
-            code = self._get_current(self._current_ref)
-            if not code and self._current.value == self.context:
+        content = bytes(args)
+        check_launch(self.spec, (x, y, z), len(content), pdl)
+        return Bound(self, (x, y, z), content, stream, pdl)
+
+
+class Bound:
+    """A launch of which nothing changes any more: a call is one call of the driver.
+
+    It owns the memory that the driver reads and never writes it again, so that threads may share
+    it without a lock.
+    """
+
+    __slots__ = ("_args", "_context", "_launch")
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], args: bytes, stream: int, pdl: bool
+    ) -> None:
+        config = launch_config(kernel.spec)
+        config.grid_x, config.grid_y, config.grid_z = grid
+        config.stream = stream
+        config.attribute_count += pdl
+        self._args, address = _aligned(args)
+        self._context = kernel.context
+        self._launch = functools.partial(
+            require_driver().cuLaunchKernelEx,
+            ctypes.byref(config),
+            ctypes.c_void_p(kernel.function),
+            (ctypes.c_void_p * 1)(address),
+            None,
+        )
+
+    def __call__(self) -> None:
+        """Put the kernel on the stream. Nothing waits for it.
+
+        Raises:
+            DriverError: The driver refused; the fault may be of a kernel launched earlier.
+        """
+        if code := self._launch():
+            self._launch_again(code)
+
+    def _launch_again(self, code: int) -> None:
+        # Asking for the current context before each launch would cost as much as the launch.
+        if code in _FOREIGN_CONTEXT:
+            with entered(self._context):
                 code = self._launch()
-            else:  # another GPU is current, or none was ever used on this thread
-                with entered(self.context):
-                    code = self._launch()
-        if code:
-            check(code, "cuLaunchKernelEx")
+        check(code, "cuLaunchKernelEx")
 
 
 def _load(image: bytes, spec: KernelSpec) -> int:
@@ -127,12 +159,13 @@ def _load(image: bytes, spec: KernelSpec) -> int:
     return function.value
 
 
-def _aligned(size: int) -> tuple[memoryview, int]:
-    """Memory that begins at an aligned address, and that address."""
-    storage = bytearray(size + _ARGS_ALIGNMENT)
+def _aligned(content: bytes) -> tuple[bytearray, int]:
+    """Memory that holds a copy from an aligned address on, and that address."""
+    storage = bytearray(len(content) + _ARGS_ALIGNMENT)
     address = ctypes.addressof(ctypes.c_char.from_buffer(storage))
     skip = -address % _ARGS_ALIGNMENT
-    return memoryview(storage)[skip : skip + size], address + skip
+    storage[skip : skip + len(content)] = content
+    return storage, address + skip
 
 
 def refuse_while_capturing(spec: KernelSpec, device: int) -> None:

@@ -91,7 +91,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
-    _checked: NM | None
+    _assembled: NM | None
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -203,10 +203,8 @@ class SparseLinear(nn.Module):
             'linear runs reference: x is on the CPU; w is decoded once and kept, 64 bytes'
         """
         matrix = self.matrix
-        if matrix.name in _OPERATORS:
-            plan = _OPERATORS[matrix.name][1](matrix, x)
-        else:
-            plan = product_plan("linear", x)
+        known = _OPERATORS.get(matrix.name)
+        plan = known[1](matrix, x) if known else product_plan("linear", x)
         if isinstance(matrix, Quantized):
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
         if plan.name == "kernel" or not self._may_keep(matrix):
@@ -247,7 +245,7 @@ class SparseLinear(nn.Module):
             ArgumentError: `x` does not fit.
             UnsupportedError: A CUDA graph is being captured, and no call came before.
         """
-        device = x.device.type
+        device = "cuda" if x.is_cuda else x.device.type  # The text of a device costs more.
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 y = self._run(x.to(self.values_dtype))
@@ -271,13 +269,13 @@ class SparseLinear(nn.Module):
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        if isinstance(self._form, Quantized):
-            x = self._rounded(x, self._form)
-        elif isinstance(self._form, NM) and x.device.type == "cuda":
-            packed = self._checked_matrix()
-            check_inputs("linear", packed, x, self.bias)
-            if spmm_nm.has_kernel(packed, x):
-                return spmm_nm.run_kernel(packed, x, self.bias)
+        form = self._form
+        if isinstance(form, NM) and x.is_cuda:
+            packed, bias = self._packed(), self._parameters["bias"]
+            if spmm_nm.check_operands("linear", packed, x, bias):
+                return spmm_nm.run_kernel(packed, x, bias)
+        elif isinstance(form, Quantized):
+            x = self._rounded(x, form)
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -306,23 +304,21 @@ class SparseLinear(nn.Module):
         plan = product_plan("linear", x)
         return planned_product(plan, matrix, x, self.bias, reference=reference_product)
 
-    def _checked_matrix(self) -> NM:
-        """The weight, put together and checked again only where a part is another tensor."""
+    def _packed(self) -> NM:
+        """The matrix, put together again only where a part is another tensor."""
         if torch.compiler.is_compiling():
             return cast(NM, self.matrix)
-        parts, known = self._buffers, self._checked
-        if known and known.values is parts["values"] and known.meta is parts["meta"]:
-            return known
-        self._checked = cast(NM, self.matrix)
-        check_weight("linear", self._checked)
-        return self._checked
+        parts, known = self._buffers, self._assembled
+        if not known or known.values is not parts["values"] or known.meta is not parts["meta"]:
+            self._assembled = known = cast(NM, self.matrix)
+        return known
 
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
         # Without its tensors, which live in the buffers alone.
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[MadeOf], Tensor] | None = None
-        self._checked = None
+        self._assembled = None
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         return self.keep_decoded and may_keep(matrix)
@@ -372,7 +368,7 @@ class SparseLinear(nn.Module):
                 return moved
             return tensor.to(moved.device)
 
-        self._decoded, self._checked = None, None
+        self._decoded, self._assembled = None, None
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         if isinstance(self._form, Quantized):
             self._form = self._form.with_dtype(after)
@@ -384,7 +380,7 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *rest: Any, **kwargs: Any
     ) -> None:
-        self._decoded, self._checked = None, None
+        self._decoded, self._assembled = None, None
         super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
         errors: list[str] = kwargs["error_msgs"] if "error_msgs" in kwargs else rest[-1]
         if not errors and all(f"{prefix}{name}" in state_dict for name in self._form.parts()):
@@ -392,4 +388,4 @@ class SparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
-        return {**self.__dict__, "_decoded": None, "_checked": None}
+        return {**self.__dict__, "_decoded": None, "_assembled": None}

@@ -1,4 +1,4 @@
-"""spmm_nm on a GPU: a planned call is one look-up, three tensor maps and one launch."""
+"""spmm_nm on a GPU: a call of which every fact was seen before is one look-up and one launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ...compiler import KernelCache
+from ...formats.nm import NM
 from ...launch import (
+    Bound,
     Element,
     Kernel,
     current_stream,
@@ -20,12 +22,16 @@ from ...launch import (
     max_active_clusters,
 )
 from ...tune import machine_of
-from .kernel import SCALARS, UNIT, Config, spec_for
+from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
 _ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+# About 2.5 KB each. Addresses recur, because torch hands freed memory out again.
+_MOST_BOUND = 4096
+_BOUND: dict[tuple[object, ...], Bound] = {}
 
 
 @dataclass(frozen=True)
@@ -76,49 +82,69 @@ class Launch:
             residual: [tokens, out], contiguous, or None.
             alpha: What the sum is multiplied by.
         """
+        addresses = (x.data_ptr(), values.data_ptr(), meta.data_ptr(), y.data_ptr())
+        added = (_address(bias), _address(residual))
+        stream = current_stream(self.kernel.device)
+        self.bind(stream, addresses, x.stride(0), added, alpha)()
+
+    def bind(
+        self,
+        stream: int,
+        addresses: tuple[int, int, int, int],
+        row: int,
+        added: tuple[int, int],
+        alpha: float,
+    ) -> Bound:
+        """The launch with its arguments.
+
+        Args:
+            stream: Handle of the stream.
+            addresses: Of x, values, meta and y.
+            row: Elements from one token of x to the next.
+            added: Addresses of bias and residual, 0 where there is none.
+            alpha: What the sum is multiplied by.
+        """
+        x, values, meta, y = addresses
         args = b"".join(
             (
-                self._x_map(x),
+                self._x_map(x, row),
                 self._values_map(values),
                 self._meta_map(meta),
-                SCALARS.pack(
-                    y.data_ptr(),
-                    0 if bias is None else bias.data_ptr(),
-                    0 if residual is None else residual.data_ptr(),
-                    alpha,
-                    *self.sizes,
-                ),
+                SCALARS.pack(y, *added, alpha, *self.sizes),
             )
         )
-        self.kernel.launch(self.grid, args, current_stream(self.kernel.device))
+        return self.kernel.bind(self.grid, args, stream)
 
-    def _x_map(self, x: Tensor) -> bytes:
+    def _x_map(self, address: int, row: int) -> bytes:
         p, c = self.problem, self.config
         box = (UNIT, c.tokens // c.cluster_out)
-        return encode(
-            x.data_ptr(), self.element, (p.k, p.tokens), (x.stride(0) * 2,), box, swizzle=128
-        )
+        return encode(address, self.element, (p.k, p.tokens), (row * 2,), box, swizzle=128)
 
-    def _values_map(self, values: Tensor) -> bytes:
-        c, panels, steps = self.config, values.shape[0], values.shape[1]
+    def _values_map(self, address: int) -> bytes:
+        c, panels, steps = self.config, ceil(self.problem.out / PANEL), 2 * self._units
         # A step of a panel is 2048 bytes, moved as 256 numbers of 8: a box has 256 at most.
         return encode(
-            values.data_ptr(),
+            address,
             Element.U64,
             (256, panels, steps),
             (steps * 2048, 2048),
             (256, c.warpgroups * c.panels, 2 * c.units // c.cluster_tokens),
         )
 
-    def _meta_map(self, meta: Tensor) -> bytes:
-        c, panels, units = self.config, meta.shape[0], meta.shape[1]
+    def _meta_map(self, address: int) -> bytes:
+        c, panels, units = self.config, ceil(self.problem.out / PANEL), self._units
         return encode(
-            meta.data_ptr(),
+            address,
             Element.I32,
             (128, units, panels),
             (512, units * 512),
             (128, c.units, c.warpgroups * c.panels),
         )
+
+    @property
+    def _units(self) -> int:
+        """Units of k in the packed weight."""
+        return ceil(self.problem.k / UNIT)
 
 
 @lru_cache(maxsize=4096)
@@ -149,7 +175,7 @@ def launch_for(
         dtype=_NAMES[dtype],
         machine=machine_of(device),
     )
-    direct = epilogue.out_dtype == torch.float32 or problem.out * 2 % 16 != 0
+    direct = stores_directly(problem.out, _NAMES[epilogue.out_dtype])
     spec = spec_for(
         config,
         _NAMES[dtype],
@@ -174,8 +200,18 @@ def launch_for(
     )
 
 
+def forget_launches() -> None:
+    """Plan every launch anew; kernels stay loaded."""
+    launch_for.cache_clear()
+    _BOUND.clear()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def rows_for_tma(x: Tensor) -> Tensor:
-    """X as [tokens, k] whose rows start on 16 bytes; copied only where it is not that already."""
+    """The tokens [tokens, k] of x, rows on 16 bytes; copied only where they are not that already."""
     rows = x.reshape(-1, x.shape[-1])
     tokens, k = rows.shape
     strided = rows.stride(0) * 2 % 16 if tokens > 1 else 0
@@ -189,42 +225,59 @@ def rows_for_tma(x: Tensor) -> Tensor:
 
 
 def run(
-    values: Tensor,
-    meta: Tensor,
+    w: NM,
     x: Tensor,
-    out: int,
-    epilogue: Epilogue,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
     config: Config | None = None,
 ) -> Tensor:
-    """Y = act(alpha * x @ w^T + bias) + residual, of arguments that were checked.
+    """The product y = act(alpha * x @ w^T + bias) + residual, of arguments that were checked.
 
     Args:
-        values: As `NM.values`, bfloat16 or float16.
-        meta: As `NM.meta`.
+        w: [out, k], 2:4, bfloat16 or float16, its parts contiguous.
         x: [..., k], any strides.
-        out: Rows of w.
-        epilogue: What happens to the sums.
         bias: [out] or None.
         residual: As y, or None.
+        activation: One of `kernel.ACTIVATIONS`.
         alpha: What the sums are multiplied by.
+        out_dtype: Of y.
         config: The tile; None chooses one.
 
     Returns:
         [..., out], contiguous.
     """
-    y = x.new_empty((*x.shape[:-1], out), dtype=epilogue.out_dtype)
-    if y.numel() == 0:
+    out, k = w.shape
+    y = x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+    tokens = x.numel() // k
+    if tokens == 0:
         return y
-    rows = rows_for_tma(x)
-    problem = Problem(rows.shape[0], out, rows.shape[1])
-    launch = launch_for(problem, x.dtype, epilogue, x.device.index, config)
-    added = None if residual is None else residual.contiguous()
-    if added is not None and added.data_ptr() % 16:
-        added = added.clone()  # read 16 bytes at a time
-    offset = None if bias is None else bias.contiguous()
-    launch(values, meta, rows, y, bias=offset, residual=added, alpha=alpha)
+    row = k
+    if not x.is_contiguous() or k % 8 != 0 or x.data_ptr() % 16 != 0:
+        x = rows_for_tma(x)
+        row = x.stride(0)
+    if bias is not None:
+        bias = bias.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
+        if residual.data_ptr() % 16:
+            residual = residual.clone()  # read 16 bytes at a time
+    device = x.get_device()
+    stream = current_stream(device)
+    # All that a launch depends on, and nothing else: equal keys are the same launch.
+    key = (
+        (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
+        (0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()),
+        *(tokens, out, k, row, x.dtype, out_dtype, activation, alpha, config, device, stream),
+    )
+    bound = _BOUND.get(key)
+    if bound is None:
+        epilogue = Epilogue(out_dtype, activation, residual is not None)
+        launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
+        if len(_BOUND) >= _MOST_BOUND:
+            _BOUND.clear()
+        bound = _BOUND[key] = launch.bind(stream, key[0], row, key[1], alpha)
+    bound()
     return y

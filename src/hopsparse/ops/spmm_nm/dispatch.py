@@ -1,91 +1,48 @@
-"""spmm_nm as torch sees it: one operator with a shape rule and a gradient, and a way past it.
+"""spmm_nm as torch sees it: one operator with a shape rule and a gradient.
 
-The operator is for torch.compile, torch.export and autograd. Its dispatch costs more than the
-launch, so a call that needs none of them goes straight to the kernel.
+It is for torch.compile, torch.export and autograd. Its dispatch costs more than the launch, so a
+call that needs none of them goes past it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...formats.nm import NM
+from ...formats.pattern import NMPattern
 from .._product import gather_kept
-from . import device
-from .kernel import Config
-from .reference import apply_activation, decode
+from .reference import apply_activation, decode, spmm_nm
 
 
-def spmm_nm_kernel(
-    values: Tensor,
-    meta: Tensor,
+def traced(
+    w: NM,
     x: Tensor,
-    out: int,
-    epilogue: device.Epilogue,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    config: Config | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The kernel, by the shortest way that what surrounds the call allows.
-
-    Args:
-        values: As `NM.values` of a 2:4 matrix, bfloat16 or float16.
-        meta: As `NM.meta`.
-        x: [..., k] on a Hopper GPU, dtype of the values, any strides.
-        out: Rows of w.
-        epilogue: What happens to the sums.
-        bias: [out], dtype of x, or None.
-        residual: As the result, or None.
-        alpha: What the sums are multiplied by.
-        config: The tile, for direct calls; None chooses one.
-
-    Returns:
-        [..., out], contiguous, in the dtype of the epilogue.
-    """
-    if _is_plain(values, x, bias, residual):
-        return device.run(
-            values,
-            meta,
-            x,
-            out,
-            epilogue,
-            bias=bias,
-            residual=residual,
-            alpha=alpha,
-            config=config,
-        )
+    """The kernel as a node of a graph; arguments as for `device.run`, where gradients may flow."""
+    parts, out = [w.values, w.meta], w.shape[0]
     has_gradient = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (values, x, bias, residual)
+        tensor is not None and tensor.requires_grad for tensor in (w.values, x, bias, residual)
     )
     if not has_gradient:
-        fused: Tensor = _spmm_nm(
-            values, meta, x, bias, residual, out, epilogue.activation, alpha, epilogue.out_dtype
-        )
+        fused: Tensor = _spmm_nm(parts, x, bias, residual, out, activation, alpha, out_dtype)
         return fused
     # The gradient of an activation needs what it was applied to.
-    y: Tensor = _spmm_nm(values, meta, x, bias, None, out, "none", alpha, epilogue.out_dtype)
-    y = apply_activation(y, epilogue.activation)
+    y: Tensor = _spmm_nm(parts, x, bias, None, out, "none", alpha, out_dtype)
+    y = apply_activation(y, activation)
     return y if residual is None else y + residual
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors alone: nothing traced, no gradient to keep, no subclass."""
-    if torch.compiler.is_compiling():
-        return False
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or (grad and tensor.requires_grad):
-            return False
-    return True
-
-
-@torch.library.custom_op("hopsparse::spmm_nm", mutates_args=())
-def _spmm_nm(
-    values: Tensor,
-    meta: Tensor,
+def _run(
+    parts: Sequence[Tensor],
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -94,14 +51,36 @@ def _spmm_nm(
     alpha: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    epilogue = device.Epilogue(out_dtype, activation, residual is not None)
-    return device.run(values, meta, x, out, epilogue, bias=bias, residual=residual, alpha=alpha)
+    # Here, because a process on the CPU needs neither a compiler nor a driver.
+    from .device import run
+
+    return run(_matrix(parts, out, x), x, bias, residual, activation, alpha, out_dtype)
 
 
-@_spmm_nm.register_fake
-def _(
-    values: Tensor,
-    meta: Tensor,
+def _run_on_cpu(
+    parts: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: int,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """For programs that were exported on a GPU."""
+    return spmm_nm(
+        _matrix(parts, out, x),
+        x,
+        bias,
+        activation=activation,
+        alpha=alpha,
+        residual=residual,
+        out_dtype=out_dtype,
+    )
+
+
+def _result(
+    parts: Sequence[Tensor],
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -113,11 +92,16 @@ def _(
     return x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
 
 
+def _matrix(parts: Sequence[Tensor], out: int, x: Tensor) -> NM:
+    values, meta = parts
+    return NM((out, x.shape[-1]), values, meta, NMPattern(2, 4))
+
+
 def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    values, meta, x, bias, residual, out, activation, alpha, _ = inputs
+    parts, x, bias, residual, out, activation, alpha, _ = inputs
     if activation != "none" or residual is not None:
-        raise RuntimeError("gradients of a fused epilogue: spmm_nm_kernel takes it apart")
-    ctx.save_for_backward(values, meta, x)
+        raise RuntimeError("gradients of a fused epilogue: `traced` takes it apart")
+    ctx.save_for_backward(*parts, x)
     ctx.facts = (out, alpha, bias is not None)  # type: ignore[attr-defined]
 
 
@@ -129,14 +113,27 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     grad = grad.to(x.dtype)
     scaled = grad if alpha == 1.0 else grad * alpha
     grad_values = grad_x = grad_bias = None
-    if needs[2]:
+    if needs[1]:
         grad_x = scaled @ decode(values, meta, (out, k))
-    if needs[0]:
+    if needs[0][0]:
         dense = scaled.reshape(-1, out).T @ x.reshape(-1, k)
         (grad_values,) = gather_kept(dense, [values, meta], "nm", out, k, "{'pattern': '2:4'}")
-    if has_bias and needs[3]:
+    if has_bias and needs[2]:
         grad_bias = grad.reshape(-1, out).sum(0)
-    return grad_values, None, grad_x, grad_bias, *[None] * 5
+    return [grad_values, None], grad_x, grad_bias, *[None] * 5
 
 
-_spmm_nm.register_autograd(_backward, setup_context=_setup_context)
+# Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
+_LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "spmm_nm(Tensor[] parts, Tensor x, Tensor? bias, Tensor? residual, SymInt out, str activation, "
+    "float alpha, ScalarType out_dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("spmm_nm", _run, "CUDA")
+_LIBRARY.impl("spmm_nm", _run_on_cpu, "CPU")
+torch.library.register_fake("hopsparse::spmm_nm", _result, lib=_LIBRARY)
+torch.library.register_autograd(
+    "hopsparse::spmm_nm", _backward, setup_context=_setup_context, lib=_LIBRARY
+)
+_spmm_nm = torch.ops.hopsparse.spmm_nm.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,10 +15,12 @@ from ...tune import machine_of
 from .._product import Plan, check_inputs, check_weight
 from . import reference
 from .cost import Problem
+from .dispatch import traced
 from .kernel import ACTIVATIONS, Config
 from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def spmm_nm(
@@ -26,7 +29,7 @@ def spmm_nm(
     *,
     bias: Tensor | None = None,
     act: str | None = None,
-    alpha: float = 1.0,
+    alpha: float = 1,  # An int: torch.compile makes an input of a float, and traces twice.
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: Config | None = None,
@@ -63,11 +66,11 @@ def spmm_nm(
         >>> spmm_nm(w, torch.ones(1, 4), act="relu")
         tensor([[3., 0.]])
     """
-    check_weight("spmm_nm", w, NM)
-    check_inputs("spmm_nm", w, x, bias)
     activation, out_dtype = act or "none", out_dtype or x.dtype
-    check_epilogue(w.shape[0], x, activation, residual, out_dtype)
-    if not has_kernel(w, x):
+    has_kernel = check_operands("spmm_nm", w, x, bias)
+    if activation != "none" or residual is not None or out_dtype is not x.dtype:
+        check_epilogue(w.shape[0], x, activation, residual, out_dtype)
+    if not has_kernel:
         return reference.spmm_nm(
             w,
             x,
@@ -77,45 +80,77 @@ def spmm_nm(
             residual=residual,
             out_dtype=out_dtype,
         )
-    return run_kernel(
-        w,
-        x,
-        bias,
-        activation=activation,
-        alpha=alpha,
-        residual=residual,
-        out_dtype=out_dtype,
-        config=config,
-    )
+    return run_kernel(w, x, bias, residual, activation, alpha, out_dtype, config)
 
 
 def run_kernel(
     w: NM,
     x: Tensor,
     bias: Tensor | None,
-    *,
-    activation: str = "none",
-    alpha: float = 1.0,
     residual: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 1,
     out_dtype: torch.dtype | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`spmm_nm` where `has_kernel`, of arguments that were checked."""
-    # Here, because a process on the CPU needs neither a compiler nor a driver.
-    from .device import Epilogue
-    from .dispatch import spmm_nm_kernel
+    """`spmm_nm` where `check_operands` allows it, by the shortest way that the call allows.
 
-    return spmm_nm_kernel(
-        w.values,
-        w.meta,
-        x,
-        w.shape[0],
-        Epilogue(out_dtype or x.dtype, activation, residual is not None),
-        bias=bias,
-        residual=residual,
-        alpha=alpha,
-        config=config,
-    )
+    Args:
+        w: [out, k], 2:4, bfloat16 or float16.
+        x: [..., k] on a Hopper GPU, dtype of w, any strides.
+        bias: [out], dtype of x, or None.
+        residual: As the result, or None.
+        activation: One of `kernel.ACTIVATIONS`.
+        alpha: What the sums are multiplied by.
+        out_dtype: Of the result; None is that of x.
+        config: The tile, where nothing is traced; None chooses one.
+
+    Returns:
+        [..., out], contiguous.
+    """
+    out_dtype = out_dtype or x.dtype
+    if is_plain(w.values, x, bias, residual):
+        return _run()(w, x, bias, residual, activation, alpha, out_dtype, config)
+    return traced(w, x, bias, residual, activation, alpha, out_dtype)
+
+
+@cache
+def _run() -> Callable[..., Tensor]:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from .device import run
+
+    return run
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors alone: nothing traced, no gradient to keep, no subclass."""
+    if torch.compiler.is_compiling():
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
+            return False
+    return True
+
+
+def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
+    """Refuse what `check_product` refuses; whether the kernel takes the rest.
+
+    A call asks the tensors of w only whether they look as they did when they passed last.
+    """
+    if torch.compiler.is_compiling() or not isinstance(w, NM) or not _has_passed(op, w):
+        check_weight(op, w, NM)
+        check_inputs(op, w, x, bias)
+        return why_no_kernel(w, x) is None
+    (out, k), dtype, device = w.shape, w.values.dtype, w.values.get_device()
+    fits = x.shape[-1:] == (k,) and x.dtype is dtype and x.get_device() == device
+    if fits and bias is not None:
+        fits = bias.shape == (out,) and bias.dtype is dtype and bias.get_device() == device
+    if not fits:
+        check_inputs(op, w, x, bias)
+    return True
 
 
 def plan(w: NM, x: Tensor) -> Plan:
@@ -132,20 +167,35 @@ def plan(w: NM, x: Tensor) -> Plan:
     return Plan("spmm_nm", "kernel", f"wgmma.sp, tile {config.name}, {how}; gradients run dense")
 
 
-def has_kernel(w: NM, x: Tensor) -> bool:
-    """Whether the kernel can run; all else decodes w and multiplies densely."""
-    return x.device.type == "cuda" and why_no_kernel(w, x) is None
-
-
 def why_no_kernel(w: NM, x: Tensor) -> str | None:
-    """What keeps the kernel from running on a GPU, as a clause; None if nothing does."""
+    """What keeps the kernel from running, as a clause; None if nothing does."""
+    if not x.is_cuda:
+        return "x is on the CPU"
     if w.dtype not in _KERNEL_DTYPES:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if windows_of(w.pattern) != 1:
         return f"{w.pattern} needs x gathered for each window"
+    if not (w.values.is_contiguous() and w.meta.is_contiguous()):
+        return "a part of w is not contiguous"
     if not _is_hopper(x.device.index):
         return "the GPU is no H100 or H200"
     return None
+
+
+def _has_passed(op: str, w: NM) -> bool:
+    """Whether w passed `check_weight` and the kernel takes it; asked again when a part changed."""
+    values, meta = w.values, w.meta
+    looks = (
+        *(values.shape, values.dtype, values.get_device(), values.is_contiguous()),
+        *(meta.shape, meta.dtype, meta.get_device(), meta.is_contiguous()),
+    )
+    if w.__dict__.get("_passed") == looks:
+        return True
+    check_weight(op, w, NM)
+    if why_no_kernel(w, values) is not None:
+        return False
+    w.__dict__["_passed"] = looks
+    return True
 
 
 def check_epilogue(

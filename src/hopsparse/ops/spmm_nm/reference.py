@@ -37,7 +37,7 @@ def spmm_nm(
     bias: Tensor | None = None,
     *,
     activation: str = "none",
-    alpha: float = 1.0,
+    alpha: float = 1,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:

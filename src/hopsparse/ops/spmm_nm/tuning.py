@@ -81,7 +81,7 @@ def tune_problem(
     Raises:
         UnsupportedError: There is no GPU.
     """
-    from .device import launch_for
+    from .device import forget_launches
 
     where = gpu(device)
     machine = machine_of(where.index)
@@ -97,7 +97,7 @@ def tune_problem(
         )
     finally:
         # Launches that were planned before go by the cost model.
-        launch_for.cache_clear()
+        forget_launches()
 
 
 @dataclass

@@ -1,0 +1,50 @@
+"""The torch operator behind spmm_nm, where nothing of it needs a GPU: schema, shapes, gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hopsparse.formats import NM
+from hopsparse.ops.spmm_nm.op import run_kernel
+
+
+def operands() -> tuple[torch.Tensor, NM, torch.Tensor, torch.Tensor]:
+    dense = torch.randn(48, 64)
+    dense.view(-1, 4)[:, 1:3] = 0.0
+    x, bias = torch.randn(2, 5, 64, requires_grad=True), torch.randn(48, requires_grad=True)
+    return dense, NM.from_dense(dense), x, bias
+
+
+def test_the_operator_keeps_the_rules_of_torch() -> None:
+    _, w, x, bias = operands()
+    arguments = ([w.values, w.meta], x, bias, None, 48, "none", 0.5, torch.float32)
+    torch.library.opcheck(torch.ops.hopsparse.spmm_nm.default, arguments)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_gradients_of_all_that_is_trained(has_residual: bool) -> None:
+    dense, w, x, bias = operands()
+    residual = torch.randn(2, 5, 48, requires_grad=True) if has_residual else None
+    w.values.requires_grad_()
+    run_kernel(w, x, bias, residual, "silu", 0.5).square().sum().backward()  # type: ignore[no-untyped-call]
+
+    weight = dense.clone().requires_grad_()
+    inputs = [t.detach().requires_grad_() for t in (x, bias)]
+    y = F.silu(0.5 * inputs[0] @ weight.T + inputs[1])
+    (y if residual is None else y + residual.detach()).square().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close([x.grad, bias.grad], [t.grad for t in inputs])
+    assert weight.grad is not None
+    kept = NM.from_dense(torch.where(dense != 0, weight.grad, 0.0))
+    torch.testing.assert_close(w.values.grad, kept.values)
+
+
+def test_importing_the_package_registers_it() -> None:
+    """So that a program exported on a GPU loads where none of its names is used."""
+    program = "import torch, hopsparse; print(torch.ops.hopsparse.spmm_nm.default)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "hopsparse.spmm_nm.default", done.stderr
