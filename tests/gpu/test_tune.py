@@ -41,9 +41,9 @@ def here(
     """The machine, with nothing tuned, compiled or loaded, in memory or on disk."""
     monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch_kernel, "_LOADED", {})
-    spmm_nm_device.launch_for.cache_clear()
+    spmm_nm_device.forget_launches()
     yield machine_of(device.index)
-    spmm_nm_device.launch_for.cache_clear()
+    spmm_nm_device.forget_launches()
 
 
 @pytest.fixture

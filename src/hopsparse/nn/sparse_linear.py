@@ -33,6 +33,7 @@ from ..ops._product import (
     product_plan,
     reference_product,
 )
+from ..ops.pack_nm.op import pack_nm
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
@@ -47,6 +48,10 @@ _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
     "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
     "csr": (spmm_csr.spmm_csr, spmm_csr.plan),
 }
+
+
+# Where layers run; a test for others (is_autocast_available) is opaque to torch.compile of torch 2.11.
+_AUTOCASTS = ("cpu", "cuda")
 
 
 class SparseLinear(nn.Module):
@@ -142,7 +147,7 @@ class SparseLinear(nn.Module):
         if isinstance(options.get("pattern"), str):
             options["pattern"] = parse_pattern(options["pattern"])
         try:
-            matrix = format_named(fmt).from_dense(linear.weight.detach(), **options)
+            matrix = _stored(linear.weight.detach(), fmt, options)
         except TypeError as error:
             raise ArgumentError(
                 f"options {sorted(options)} for format {fmt!r} ({error})",
@@ -246,7 +251,7 @@ class SparseLinear(nn.Module):
             UnsupportedError: A CUDA graph is being captured, and no call came before.
         """
         device = "cuda" if x.is_cuda else x.device.type  # The text of a device costs more.
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if device in _AUTOCASTS and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 y = self._run(x.to(self.values_dtype))
             return y.to(torch.get_autocast_dtype(device))
@@ -389,3 +394,9 @@ class SparseLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
         return {**self.__dict__, "_decoded": None, "_assembled": None}
+
+
+def _stored(weight: Tensor, fmt: str, options: dict[str, Any]) -> SparseMatrix:
+    if fmt == "nm" and weight.is_cuda and options.keys() <= {"pattern"}:
+        return pack_nm(weight, **options)  # the same, in one pass of a kernel
+    return format_named(fmt).from_dense(weight, **options)

@@ -211,7 +211,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def rows_for_tma(x: Tensor) -> Tensor:
-    """The tokens [tokens, k] of x, rows on 16 bytes; copied only where they are not that already."""
+    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already."""
     rows = x.reshape(-1, x.shape[-1])
     tokens, k = rows.shape
     strided = rows.stride(0) * 2 % 16 if tokens > 1 else 0
