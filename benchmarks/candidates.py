@@ -25,23 +25,23 @@ from hopsparse.formats import NM
 from hopsparse.measure.clock import Contender, copies_to_defeat_l2, time_side_by_side
 from hopsparse.measure.contest import random_24
 from hopsparse.measure.record import append, done, environment, read
-from hopsparse.ops import spmm_nm
+from hopsparse.ops import pack_nm, spmm_nm
 from hopsparse.ops.spmm_nm.cost import fills_cluster, predicted_us
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates
 
 LAYERS = (
-    (4096, 4096),
-    (6144, 4096),
-    (28672, 4096),
-    (4096, 14336),
-    (8192, 8192),
-    (8192, 28672),
     (576, 576),
     (1536, 576),
     (576, 1536),
     (1024, 1024),
     (2048, 2048),
+    (4096, 4096),
+    (6144, 4096),
     (12288, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (8192, 28672),
 )
 TOKENS = (1, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 16384)
 SMS = 132
@@ -55,7 +55,7 @@ def measure(problem: Problem, rounds: int) -> list[dict[str, Any]]:
     count = copies_to_defeat_l2(stored, 60 * 2**20, most=48)
     first = random_24((problem.out, problem.k), torch.bfloat16, make)
     dense = [first.clone() for _ in range(count)]
-    packed = NM.from_dense(first)
+    packed = pack_nm(first)
     weights = [
         NM(packed.shape, packed.values.clone(), packed.meta.clone(), packed.pattern)
         for _ in range(count)
@@ -82,12 +82,12 @@ def measure(problem: Problem, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(out: Path, budget_s: float, rounds: int) -> None:
+def run(out: Path, budget_s: float, rounds: int, only: list[int] | None) -> None:
     """Measure what the file lacks, as long as there is time."""
     end = time.monotonic() + budget_s
     known = done(out, ("tokens", "out", "k"))
     facts = environment()
-    for tokens in TOKENS:
+    for tokens in TOKENS if only is None else only:
         for shape in LAYERS:
             if (tokens, *shape) in known or time.monotonic() > end:
                 continue
@@ -137,11 +137,12 @@ def main() -> None:
     parser.add_argument("--fit", type=Path)
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs="*", help="only these counts")
     options = parser.parse_args()
     if options.fit:
         fit(options.fit)
     elif options.out:
-        run(options.out, options.budget_s, options.rounds)
+        run(options.out, options.budget_s, options.rounds, options.tokens)
     else:
         parser.error("--out FILE to measure, or --fit FILE")
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import BSR, Attribute, SparseMatrix, stored_named
+from ..formats import BSR, Attribute, SparseMatrix, format_named, stored_named
 from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
+from ..ops.pack_nm.op import pack_nm
 
 
 def allocated(
@@ -30,6 +32,13 @@ def allocated(
         for name, (size, part_dtype) in specs.items()
     }
     return kind.from_parts(shape, parts, attributes)
+
+
+def stored(weight: Tensor, fmt: str, options: dict[str, Any]) -> SparseMatrix:
+    """A dense weight in a format; arguments and errors are those of its `from_dense`."""
+    if fmt == "nm" and weight.is_cuda and options.keys() <= {"pattern"}:
+        return pack_nm(weight, **options)  # the same bits, in one pass of a kernel
+    return format_named(fmt).from_dense(weight, **options)
 
 
 def realigned(matrix: BSR, itemsize: int) -> Mapping[str, Tensor]:

@@ -18,7 +18,6 @@ from ..formats import (
     Attribute,
     Quantized,
     SparseMatrix,
-    format_named,
     parse_pattern,
 )
 from ..ops._product import (
@@ -33,14 +32,13 @@ from ..ops._product import (
     product_plan,
     reference_product,
 )
-from ..ops.pack_nm.op import pack_nm
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..quant import fake_inputs, round_inputs
 from ._kept import MadeOf, made_of, may_keep, still_there
-from ._parts import allocated, broken_parts, realigned
+from ._parts import allocated, broken_parts, realigned, stored
 
 # The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
@@ -50,7 +48,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
 }
 
 
-# Where layers run; a test for others (is_autocast_available) is opaque to torch.compile of torch 2.11.
+# Where layers run. To ask torch for more (is_autocast_available) breaks graphs in torch 2.11.
 _AUTOCASTS = ("cpu", "cuda")
 
 
@@ -147,7 +145,7 @@ class SparseLinear(nn.Module):
         if isinstance(options.get("pattern"), str):
             options["pattern"] = parse_pattern(options["pattern"])
         try:
-            matrix = _stored(linear.weight.detach(), fmt, options)
+            matrix = stored(linear.weight.detach(), fmt, options)
         except TypeError as error:
             raise ArgumentError(
                 f"options {sorted(options)} for format {fmt!r} ({error})",
@@ -394,9 +392,3 @@ class SparseLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
         return {**self.__dict__, "_decoded": None, "_assembled": None}
-
-
-def _stored(weight: Tensor, fmt: str, options: dict[str, Any]) -> SparseMatrix:
-    if fmt == "nm" and weight.is_cuda and options.keys() <= {"pattern"}:
-        return pack_nm(weight, **options)  # the same, in one pass of a kernel
-    return format_named(fmt).from_dense(weight, **options)
