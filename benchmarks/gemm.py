@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopsparse.formats.nm import NM
 from hopsparse.measure import record
 from hopsparse.measure.contest import Layer, Way, as_rows
 from hopsparse.measure.peers import Product
 from hopsparse.measure.record import Row
 from hopsparse.measure.suite import Problem, read_suite
 from hopsparse.nn import SparseLinear
-from hopsparse.ops import spmm_nm
+from hopsparse.ops import pack_nm, spmm_nm
 from hopsparse.ops.spmm_nm.op import plan
 
 RIVALS = ("cublas", "cusparselt", "torch_class")
@@ -41,7 +40,7 @@ class Operator:
     """`hopsparse.ops.spmm_nm` on a packed weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.packed, self.bias = NM.from_dense(weight), bias
+        self.packed, self.bias = pack_nm(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [tokens, k]."""
@@ -50,7 +49,7 @@ class Operator:
 
 def module(weight: Tensor, bias: Tensor | None) -> Product:
     """`SparseLinear`, as models use it."""
-    return SparseLinear(NM.from_dense(weight), bias)
+    return SparseLinear(pack_nm(weight), bias)
 
 
 OURS = {

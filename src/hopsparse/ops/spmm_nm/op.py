@@ -140,7 +140,8 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
 
     A call asks the tensors of w only whether they look as they did when they passed last.
     """
-    if torch.compiler.is_compiling() or not isinstance(w, NM) or not _has_passed(op, w):
+    traced_or_foreign = torch.compiler.is_compiling() or not isinstance(w, NM)
+    if traced_or_foreign or not w.values.is_cuda or not _has_passed(op, w):
         check_weight(op, w, NM)
         check_inputs(op, w, x, bias)
         return why_no_kernel(w, x) is None
