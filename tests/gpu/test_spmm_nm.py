@@ -221,7 +221,7 @@ def test_torch_agrees_that_the_operator_is_well_formed(device: torch.device) -> 
     x = torch.randint(-1, 2, (8, 64), device=device).bfloat16()
     spmm_nm(w, x.clone().requires_grad_())
     for facts in ((None, None, 64, "none", 1.0), (x[0], x, 64, "silu", 0.5)):
-        arguments = (w.values, w.meta, x, *facts, torch.bfloat16)
+        arguments = ([w.values, w.meta], x, *facts, torch.bfloat16)
         torch.library.opcheck(torch.ops.hopsparse.spmm_nm.default, arguments)
 
 

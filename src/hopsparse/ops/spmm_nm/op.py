@@ -230,9 +230,15 @@ def check_epilogue(
         )
 
 
-@cache
+# A dictionary, because torch.compile of torch 2.11 warns of functools.cache in what it traces.
+_HOPPER: dict[int, bool] = {}
+
+
 def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    known = _HOPPER.get(device)
+    if known is None:
+        known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)
+    return known
 
 
 @cache
