@@ -38,23 +38,19 @@ def _tile(
     return deepest(Config(warpgroups, panels, tokens, units, 2, *cluster))
 
 
-#: Every tile that is ever considered, the largest first.
+#: Every tile that is ever considered, the largest first: those that were fastest, or within 2 %
+#: of it, for some row of benchmarks/results/h200/spmm_nm_candidates.jsonl.
 CANDIDATES: tuple[Config, ...] = (
     _tile(2, 1, 256, 1, (2, 1)),
     _tile(2, 1, 256, 1),
     _tile(2, 2, 192, 1, (2, 1)),
-    _tile(2, 2, 192, 1),
     _tile(2, 2, 128, 1, (2, 1)),
     _tile(2, 2, 128, 1, (1, 2)),
     _tile(2, 2, 128, 1),
     _tile(3, 1, 192, 1, (2, 1)),
     _tile(3, 1, 128, 1, (1, 2)),
-    _tile(3, 1, 128, 1),
     _tile(2, 1, 128, 2, (1, 2)),
-    _tile(2, 1, 128, 2, (2, 1)),
     _tile(2, 1, 128, 2),
-    _tile(1, 1, 128, 2),
-    _tile(3, 1, 64, 2, (1, 2)),
     _tile(2, 1, 64, 2, (1, 2)),
     _tile(2, 1, 64, 2),
     _tile(1, 1, 64, 2, (1, 2)),
