@@ -114,13 +114,14 @@ def fit(path: Path) -> None:
         chosen = min(suited, key=lambda c: predicted_us(c, problem, SMS))
         best = min(tiles, key=lambda c: tiles[c])
         regrets.append(tiles[chosen] / tiles[best])
-        if "cublas" in times:
+        dense = f" dense {times['cublas']:8.1f}" if "cublas" in times else ""
+        if dense:
             ratios.append(times["cublas"] / tiles[chosen])
         offs += [predicted_us(c, problem, SMS) / tiles[c] for c in suited]
         print(
             f"{problem.tokens:6} {problem.out:6}x{problem.k:<6} chosen {chosen.name:28}"
             f" {tiles[chosen]:8.1f} ({predicted_us(chosen, problem, SMS):8.1f}) best {best.name:28}"
-            f" {tiles[best]:8.1f} regret {regrets[-1]:.3f} dense/chosen {ratios[-1]:.2f}"
+            f" {tiles[best]:8.1f} regret {regrets[-1]:.3f}{dense}"
         )
     print(
         f"{len(problems)} problems: regret geomean {statistics.geometric_mean(regrets):.4f}, worst"
