@@ -69,22 +69,34 @@ def spmm_nm(
     """
     activation, out_dtype = act or "none", out_dtype or x.dtype
     has_kernel = check_operands("spmm_nm", w, x, bias)
-    plain = activation == "none" and residual is None and out_dtype is x.dtype
-    if not plain:
+    if activation != "none" or residual is not None or out_dtype is not x.dtype:
         check_epilogue(w.shape[0], x, activation, residual, out_dtype)
-    if not has_kernel and x.is_cuda and plain and alpha == 1:
-        return F.linear(x, decompress(w), bias)
     if not has_kernel:
-        return reference.spmm_nm(
-            w,
-            x,
-            bias,
-            activation=activation,
-            alpha=alpha,
-            residual=residual,
-            out_dtype=out_dtype,
-        )
+        return _run_decoding(w, x, bias, residual, activation, alpha, out_dtype)
     return run_kernel(w, x, bias, residual, activation, alpha, out_dtype, config)
+
+
+def _run_decoding(
+    w: NM,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    plain = activation == "none" and residual is None and alpha == 1 and out_dtype is x.dtype
+    if x.is_cuda and plain:
+        return F.linear(x, decompress(w), bias)
+    return reference.spmm_nm(
+        w,
+        x,
+        bias,
+        activation=activation,
+        alpha=alpha,
+        residual=residual,
+        out_dtype=out_dtype,
+    )
 
 
 def run_kernel(
