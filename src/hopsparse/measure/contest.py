@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import GpuLostError
 from .clock import Contender, Timing, copies_to_defeat_l2, gpu, host_time, ratio, time_side_by_side
 from .error import product_bound
+from .fault import named, wait_for
 from .peers import Product
 from .power import Sampler
 from .suite import Problem
@@ -177,6 +179,7 @@ class Layer:
 
         Raises:
             UnsupportedError: There is no GPU.
+            GpuLostError: A kernel of a way failed; it names the way.
         """
         where = gpu(device)
         stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
@@ -194,6 +197,9 @@ class Layer:
             tokens: Rows of x.
             seed: Of x.
             timing: Options of `time_side_by_side`.
+
+        Raises:
+            GpuLostError: A kernel of a way failed; it names the way. Nothing more can be measured.
         """
         weight, x = self.weights[0], self._inputs(tokens, seed)
         # The last copy too: a way that remembers the first weight would read it from the cache.
@@ -284,7 +290,10 @@ class Reference:
 
 def _prepared(way: Way, weights: list[Tensor]) -> list[Product] | str:
     try:
-        return [way.prepare(weight, None) for weight in weights]
+        with named(way.name, wait_for(weights[0].device)):
+            return [way.prepare(weight, None) for weight in weights]
+    except GpuLostError:
+        raise
     except Exception as error:
         return _words(error)
 
@@ -297,11 +306,13 @@ def _checked(
         return Result(Timing(way.name, error=products))
     excess = 0.0
     try:
-        with torch.no_grad():
+        with torch.no_grad(), named(way.name, wait_for(x.device)):
             for index, reference in references.items():
                 _poison(x.shape[0], reference, x)
                 excess = max(excess, reference.excess(products[index](x)))
             plan = way.describe(products[0], x)
+    except GpuLostError:
+        raise
     except Exception as error:
         return Result(Timing(way.name, error=_words(error)))
     if not excess <= 1:

@@ -15,6 +15,7 @@ from ...compiler import KernelCache
 from ...formats.nm import NM
 from ...measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
 from ...measure.contest import Reference, random_24
+from ...measure.fault import wait_for
 from ...measure.timing import Timing
 from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
 from ...tune.machine import l2_bytes
@@ -116,7 +117,8 @@ class Layer:
 
     def steps(self) -> Steps[Config | None, Calls]:
         """How the tuner takes a candidate; tensors are made when the first is prepared."""
-        return Steps(self._compiled, self._prepared, self._excess, self._timed)
+        wait = wait_for(self.device)
+        return Steps(self._compiled, self._prepared, self._excess, self._timed, wait)
 
     def _compiled(
         self, configs: Sequence[Config | None]
