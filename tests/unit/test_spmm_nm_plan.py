@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
 from hopsparse.nn import SparseLinear
 from hopsparse.ops.spmm_nm import plan, prepare
 from hopsparse.ops.spmm_nm.cost import predicted_us
+from hopsparse.ops.spmm_nm.device import Epilogue, launch_for
 from hopsparse.ops.spmm_nm.kernel import Config, spec_for
 from hopsparse.ops.spmm_nm.plan import (
     CANDIDATES,
@@ -171,3 +172,35 @@ def test_a_prepared_layer_has_decoded_what_no_kernel_runs(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(NM, "to_dense", refuse)
     assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (0, 1, 64, 1, 2),
+        (5, 1, 64, 1, 2),
+        (1, 0, 64, 1, 2),
+        (1, 1, 24, 1, 2),
+        (1, 1, 272, 1, 2),
+        (1, 1, 64, 0, 2),
+        (1, 1, 64, 1, 1),
+        (1, 1, 16, 1, 2, 4, 1),
+        (1, 1, 64, 1, 2, 1, 4),
+        (1, 1, 64, 1, 2, 0, 1),
+    ],
+    ids=str,
+)
+def test_a_tile_that_the_kernel_does_not_have_is_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="Config.*CANDIDATES"):
+        Config(*numbers)
+
+
+def test_a_tile_that_fits_no_sm_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="bytes of shared memory a block"):
+        spec_for(Config(4, 1, 256, 1, 8), "bfloat16")
+
+
+@pytest.mark.parametrize("sizes", [(2**31, 64, 64), (16, 2**31, 64), (16, 64, 2**31)], ids=str)
+def test_sides_beyond_32_bits_are_refused_before_anything_else(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedError, match="a side of 2147483648"):
+        launch_for(Problem(*sizes), torch.bfloat16, Epilogue(torch.bfloat16), 0)

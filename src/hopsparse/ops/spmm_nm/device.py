@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compiler import KernelCache
+from ...errors import UnsupportedError
 from ...formats.nm import NM
 from ...launch import (
     Bound,
@@ -26,6 +27,7 @@ from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
+_LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
 _ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -165,10 +167,16 @@ def launch_for(
         config: The tile; None chooses one.
 
     Raises:
-        UnsupportedError: No driver, another GPU, or a graph is captured and the kernel is not
-            loaded yet.
+        UnsupportedError: No driver, another GPU, a side of over 2^31 - 2^13, or a graph is captured
+            and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
+    if (longest := max(problem.tokens, problem.out, problem.k)) > _LONGEST_SIDE:
+        raise UnsupportedError(
+            f"spmm_nm: a side of {longest}",
+            need=f"at most {_LONGEST_SIDE} tokens, out-features and columns",
+            hint="x, or w, in pieces",
+        )
     config = config or choose(
         problem,
         device_facts(device).sm_count,
@@ -190,6 +198,7 @@ def launch_for(
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
     stages = ceil(problem.k / (UNIT * config.units))
     group = max(1, _RASTER_TOKENS // (config.tokens * config.cluster_tokens))
+    group = min(group, token_tiles)  # times out_tiles it must stay in 32 bits
     return Launch(
         kernel,
         config,
