@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM
 from hopsparse.ops.spmm_nm.op import _is_transformed, is_plain, run_kernel
 
@@ -44,6 +45,15 @@ def test_gradients_of_all_that_is_trained(has_residual: bool) -> None:
     assert weight.grad is not None
     kept = NM.from_dense(torch.where(dense != 0, weight.grad, 0.0))
     torch.testing.assert_close(w.values.grad, kept.values)
+
+
+def test_a_fused_epilogue_has_no_gradient_and_says_so() -> None:
+    """As in a program that was exported for inference, and is trained."""
+    _, w, x, _ = operands()
+    for activation, residual in (("relu", None), ("none", torch.ones(2, 5, 48))):
+        facts = (residual, 48, activation, 1.0, torch.float32)
+        with pytest.raises(UnsupportedError, match="a gradient through a fused epilogue"):
+            torch.ops.hopsparse.spmm_nm.default([w.values, w.meta], x, None, *facts)
 
 
 def test_importing_the_package_registers_it() -> None:

@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...errors import ArgumentError
 from ...formats._windows import windows_of
@@ -147,7 +146,9 @@ def _is_transformed() -> bool:
 
     Tensors look plain under both, and a tangent would be lost without a word.
     """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
