@@ -15,7 +15,10 @@ from . import quant as quant
 from .errors import ArgumentError as ArgumentError
 from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError
+from .errors import CompileError as CompileError
+from .errors import DriverError as DriverError
 from .errors import FormatError as FormatError
+from .errors import GpuLostError as GpuLostError
 from .errors import HopsparseError as HopsparseError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError

@@ -7,7 +7,8 @@ HopsparseError
 ├── CheckpointError     a file or folder is missing, corrupt, too new, or cannot be written
 ├── CompileError        the text of a kernel does not compile, or is not what its spec says
 ├── UnsupportedError    the request is meaningful, but nothing here can run it
-├── DriverError         the CUDA driver refused a call, or reported a kernel that failed
+├── DriverError         the CUDA driver refused a call
+│   └── GpuLostError    a kernel failed: this process can use the GPU no more
 └── VerificationError   a result was computed and is wrong
 
 A message has three parts: what arrived, what is required, and the nearest thing that works.
@@ -68,7 +69,11 @@ class UnsupportedError(HopsparseError):
 
 
 class DriverError(HopsparseError):
-    """The CUDA driver refused a call, or reported a kernel that failed earlier."""
+    """The CUDA driver refused a call."""
+
+
+class GpuLostError(DriverError):
+    """A kernel failed, perhaps an earlier one; this process can use the GPU no more."""
 
 
 class VerificationError(HopsparseError):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
@@ -325,3 +326,27 @@ def test_streams_and_the_kernel_that_other_dtypes_get(device: torch.device) -> N
     wide = NM.from_dense(dense.float())
     assert op.plan(wide, x.float()).name == "dense"
     assert torch.equal(spmm_nm(wide, x.float()), x.float() @ dense.float().T)
+
+
+# torch's own rules for forward derivatives are compiled by torch.jit.script at their first use.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_transforms_run_dense_and_are_right(device: torch.device) -> None:
+    dense = two_four(64, 64, torch.bfloat16, device)
+    w = NM.from_dense(dense)
+    x = torch.randint(-2, 3, (3, 5, 64), device=device).bfloat16()
+    spmm_nm(w, x)  # The kernel is there: only the transform keeps it from running.
+    y = exact_product(x, dense)
+    assert torch.equal(torch.func.vmap(lambda x: spmm_nm(w, x))(x), y)
+    found, tangent = torch.func.jvp(lambda x: spmm_nm(w, x), (x,), (2 * x,))
+    assert torch.equal(found, y)
+    assert torch.equal(tangent, 2 * y)
+    slope = torch.func.grad(lambda x: spmm_nm(w, x).sum())(x)
+    assert torch.equal(slope, dense.sum(0).expand_as(x))
+
+
+def test_a_call_that_is_recorded_is_not_lost(device: torch.device) -> None:
+    dense = two_four(64, 64, torch.bfloat16, device)
+    w = NM.from_dense(dense)
+    x = torch.randint(-2, 3, (5, 64), device=device).bfloat16()
+    graph = make_fx(lambda x: spmm_nm(w, x))(x)
+    assert torch.equal(graph(2 * x), exact_product(2 * x, dense))

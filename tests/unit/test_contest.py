@@ -11,7 +11,15 @@ from torch import Tensor
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NMPattern
 from hopsparse.measure.clock import Timing
-from hopsparse.measure.contest import Contest, Reference, Result, as_rows, random_24
+from hopsparse.measure.contest import (
+    Contest,
+    Reference,
+    Result,
+    as_rows,
+    first_and_last,
+    largest_excess,
+    random_24,
+)
 from hopsparse.measure.peers import CuBLAS, CuSPARSELt
 from hopsparse.measure.suite import Problem, read_suite, suite_names
 from hopsparse.prune import magnitude
@@ -113,3 +121,11 @@ def test_cusparselt_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert CuSPARSELt.available() == "no GPU"
     with pytest.raises(UnsupportedError, match="cuSPARSELt: no GPU"):
         CuSPARSELt.prepare(torch.ones(W))
+
+
+def test_a_product_that_remembers_its_first_weight_is_seen() -> None:
+    x, first = operands(torch.float16)
+    weights = [first, first.flip(0)]
+    references = first_and_last(x, weights)
+    assert largest_excess(lambda index: x @ weights[index].T, references, x) <= 1
+    assert largest_excess(lambda index: x @ first.T, references, x) > 1

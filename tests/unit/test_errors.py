@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+import hopsparse
 from hopsparse import errors
 
 KINDS = [
@@ -28,3 +29,8 @@ def test_error_crosses_a_process_boundary(kind: type[errors.HopsparseError]) -> 
 
 def test_tree_at_the_top_of_the_file_names_every_error() -> None:
     assert all(kind.__name__ in (errors.__doc__ or "") for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_is_a_public_name(kind: type[errors.HopsparseError]) -> None:
+    assert getattr(hopsparse, kind.__name__) is kind

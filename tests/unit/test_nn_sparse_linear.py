@@ -367,3 +367,12 @@ def test_parts_of_another_matrix_are_refused(assign: bool) -> None:
     same = SparseLinear.empty((8, 64), torch.float32, "nm", {"pattern": "2:4"})
     same.load_state_dict(other.state_dict(), assign=assign)
     assert torch.equal(same.to_dense(), other.to_dense())
+
+
+def test_the_kernel_gets_values_that_became_a_parameter() -> None:
+    dense = torch.ones(4, 8)
+    dense.view(-1, 4)[:, 2:] = 0.0
+    layer = SparseLinear(NM.from_dense(dense))
+    assert layer._packed() is layer._packed()
+    layer.values = nn.Parameter(layer.values)
+    assert layer._packed().values is layer.values

@@ -7,10 +7,14 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM
-from hopsparse.ops.spmm_nm.op import run_kernel
+from hopsparse.ops.spmm_nm.op import _is_transformed, is_plain, run_kernel
 
 
 def operands() -> tuple[torch.Tensor, NM, torch.Tensor, torch.Tensor]:
@@ -43,8 +47,56 @@ def test_gradients_of_all_that_is_trained(has_residual: bool) -> None:
     torch.testing.assert_close(w.values.grad, kept.values)
 
 
+def test_a_fused_epilogue_has_no_gradient_and_says_so() -> None:
+    """As in a program that was exported for inference, and is trained."""
+    _, w, x, _ = operands()
+    for activation, residual in (("relu", None), ("none", torch.ones(2, 5, 48))):
+        facts = (residual, 48, activation, 1.0, torch.float32)
+        with pytest.raises(UnsupportedError, match="a gradient through a fused epilogue"):
+            torch.ops.hopsparse.spmm_nm.default([w.values, w.meta], x, None, *facts)
+
+
 def test_importing_the_package_registers_it() -> None:
     """So that a program exported on a GPU loads where none of its names is used."""
     program = "import torch, hopsparse; print(torch.ops.hopsparse.spmm_nm.default)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "hopsparse.spmm_nm.default", done.stderr
+
+
+def test_a_call_that_is_recorded_goes_through_the_operator() -> None:
+    """A launch past it would leave an empty result in the record."""
+    _, w, x, _ = operands()
+    x = x.detach()
+    graph = make_fx(lambda x: run_kernel(w, x, None))(x).graph
+    assert torch.ops.hopsparse.spmm_nm.default in [node.target for node in graph.nodes]
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        traced = torch.jit.trace(lambda x: run_kernel(w, x, None), (x,), check_trace=False)
+    assert "hopsparse::spmm_nm" in str(traced.inlined_graph)
+
+
+def test_what_torch_follows_is_not_plain() -> None:
+    x = torch.ones(2, 2)
+    assert is_plain(x)
+    with FlopCounterMode(display=False):
+        assert not is_plain(x)
+    assert is_plain(x)
+
+
+# torch's own rules for forward derivatives are compiled by torch.jit.script at their first use.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_transforms_are_seen_though_their_tensors_look_plain() -> None:
+    """torch has no rule of the operator for them: a tangent would be lost without a word."""
+    x, seen = torch.ones(2, 2), []
+
+    def spy(x: torch.Tensor) -> torch.Tensor:
+        assert type(x) is torch.Tensor
+        seen.append(_is_transformed())
+        return x.sum()
+
+    torch.func.vmap(spy)(x)
+    torch.func.grad(spy)(x)
+    torch.func.jvp(spy, (x,), (x,))
+    with forward_ad.dual_level():
+        spy(forward_ad.make_dual(x, x))
+    spy(x)
+    assert seen == [True] * 4 + [False]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
+from hopsparse.launch import Element, Kernel
 from hopsparse.nn import SparseLinear
 from hopsparse.ops.spmm_nm import plan, prepare
 from hopsparse.ops.spmm_nm.cost import predicted_us
+from hopsparse.ops.spmm_nm.device import Epilogue, Launch, launch_for
 from hopsparse.ops.spmm_nm.kernel import Config, spec_for
 from hopsparse.ops.spmm_nm.plan import (
     CANDIDATES,
@@ -32,6 +35,8 @@ from hopsparse.tune import Machine, Measured, Store, token_classes, version_of
 
 HERE = Machine("NVIDIA H200", 132, "580.65.06")
 LAYER = Problem(300, 4096, 4096)
+# Of no kernel: what it refuses it refuses before it needs one.
+LAUNCH = Launch(cast(Kernel, None), CANDIDATES[0], LAYER, Element.BF16, 1, (1,) * 6)
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +176,48 @@ def test_a_prepared_layer_has_decoded_what_no_kernel_runs(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(NM, "to_dense", refuse)
     assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (0, 1, 64, 1, 2),
+        (5, 1, 64, 1, 2),
+        (1, 0, 64, 1, 2),
+        (1, 1, 24, 1, 2),
+        (1, 1, 272, 1, 2),
+        (1, 1, 64, 0, 2),
+        (1, 1, 64, 1, 1),
+        (1, 1, 16, 1, 2, 4, 1),
+        (1, 1, 64, 1, 2, 1, 4),
+        (1, 1, 64, 1, 2, 0, 1),
+    ],
+    ids=str,
+)
+def test_a_tile_that_the_kernel_does_not_have_is_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="Config.*CANDIDATES"):
+        Config(*numbers)
+
+
+def test_a_tile_that_fits_no_sm_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="bytes of shared memory a block"):
+        spec_for(Config(4, 1, 256, 1, 8), "bfloat16")
+
+
+@pytest.mark.parametrize("sizes", [(2**31, 64, 64), (16, 2**31, 64), (16, 64, 2**31)], ids=str)
+def test_sides_beyond_32_bits_are_refused_before_anything_else(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedError, match="a side of 2147483648"):
+        launch_for(Problem(*sizes), torch.bfloat16, Epilogue(torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("alpha", [torch.tensor(2.0), 1e39, -1e39, "2"], ids=str)
+def test_alpha_is_a_number_that_the_kernel_can_hold(alpha: float) -> None:
+    """A tensor too is refused: launches are found again by what they were made of."""
+    with pytest.raises(ArgumentError, match="alpha=.*a number that float32 holds"):
+        LAUNCH.bind(0, (0, 0, 0, 0), 4096, (0, 0), alpha)
+
+
+@pytest.mark.parametrize("addresses", [(0, 8, 0, 0), (0, 0, 8, 0)], ids=["values", "meta"])
+def test_a_weight_off_16_bytes_is_refused_by_name(addresses: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ArgumentError, match="a weight with values at .* 16 bytes"):
+        LAUNCH.bind(0, addresses, 4096, (0, 0), 1.0)

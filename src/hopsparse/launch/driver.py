@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..errors import DriverError, UnsupportedError
+from ..errors import DriverError, GpuLostError, UnsupportedError
 
 _LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100
@@ -45,6 +45,8 @@ _FAILED_KERNEL = (
     "the kernel that failed may be an earlier one, and this process can use the GPU no more: run "
     "it again with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to see which"
 )
+# CUresult of a kernel that failed; every later call returns it as well.
+_FAILED = frozenset((700, 702, 710, *range(714, 720)))
 _CAPTURE = "make this call once before the CUDA graph is captured"
 _HINTS = {
     1: "compare grid, block, cluster and shared memory with the limits of the GPU",
@@ -62,7 +64,7 @@ _HINTS = {
     802: "start the fabric manager of this machine",
     803: "restart after the driver was updated, so that kernel module and library agree",
     912: "a smaller cluster",
-    **dict.fromkeys((700, *range(714, 720)), _FAILED_KERNEL),
+    **dict.fromkeys(_FAILED, _FAILED_KERNEL),
     **dict.fromkeys(range(900, 909), _CAPTURE),
 }
 _OTHERWISE = "look the name up in the CUDA driver API reference, under CUresult"
@@ -136,7 +138,8 @@ def call(name: str, *arguments: object) -> None:
 def _error(library: ctypes.CDLL, code: int, call: str) -> DriverError:
     name = ctypes.c_char_p()
     library.cuGetErrorName(code, ctypes.byref(name))
-    return DriverError(
+    kind = GpuLostError if code in _FAILED else DriverError
+    return kind(
         f"{call} returned {(name.value or b'an unknown code').decode()} ({code})",
         need="CUDA_SUCCESS (0)",
         hint=_HINTS.get(code, _OTHERWISE),

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, GpuLostError, UnsupportedError
+from .fault import named
 from .timing import Ratio as Ratio
 from .timing import Timing as Timing
 from .timing import ratio as ratio
@@ -122,6 +123,7 @@ def time_side_by_side(
     Raises:
         ArgumentError: No rounds, or a time that is negative.
         UnsupportedError: There is no GPU.
+        GpuLostError: A kernel of a contender failed; it names the contender.
     """
     if rounds < 1 or min(min_ms, warm_s, budget_s) < 0:
         raise ArgumentError(
@@ -137,8 +139,10 @@ def time_side_by_side(
         captured = [recorder.captured(each, least_ms) for each in contenders]
         running = [each for each in captured if isinstance(each, _Captured)]
         flush = _flush_buffer(where) if flush_l2 else None
-        _warm_up(running, warm_s, end)
-        samples = iter(_sampled(running, rounds, end, flush))
+        everyone = " or ".join(each.timing.name for each in running)
+        with named(f"{everyone}, in turns,", torch.cuda.synchronize):
+            _warm_up(running, warm_s, end)
+            samples = iter(_sampled(running, rounds, end, flush))
     return [
         replace(each.timing, samples_us=next(samples)) if isinstance(each, _Captured) else each
         for each in captured
@@ -229,15 +233,10 @@ class _Recorder:
         if time.monotonic() > self._end:
             return Timing(contender.name, error="not measured: the time for this run was spent")
         try:
-            torch.cuda.synchronize()
-            for call in contender.calls:
-                call()
-            torch.cuda.synchronize()
-            graph = self._capture(contender.calls)
-            fits = max(1, _MOST_CALLS // len(contender.calls))
-            passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
-            if passes > 1:
-                graph = self._capture([*contender.calls] * passes)
+            with named(contender.name, torch.cuda.synchronize):
+                graph, passes = self._repeated(contender.calls, min_ms)
+        except GpuLostError:
+            raise
         except Exception as error:
             # Whatever a rival raises is a fact about the rival. torch takes no pool again that a
             # broken capture has left.
@@ -246,6 +245,17 @@ class _Recorder:
             return Timing(contender.name, error=words)
         calls = len(contender.calls) * passes
         return _Captured(Timing(contender.name, calls_per_sample=calls), graph)
+
+    def _repeated(self, calls: Sequence[Call], min_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph that runs so long, and how often it makes all calls."""
+        torch.cuda.synchronize()
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = self._capture(calls)
+        fits = max(1, _MOST_CALLS // len(calls))
+        passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
+        return (graph if passes == 1 else self._capture([*calls] * passes)), passes
 
     def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` leaves its stream current, and hides the first error, when a capture

@@ -7,7 +7,7 @@ x is one tensor for all, as the layer before has just written it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import GpuLostError
 from .clock import Contender, Timing, copies_to_defeat_l2, gpu, host_time, ratio, time_side_by_side
 from .error import product_bound
+from .fault import named, wait_for
 from .peers import Product
 from .power import Sampler
 from .suite import Problem
@@ -177,13 +179,11 @@ class Layer:
 
         Raises:
             UnsupportedError: There is no GPU.
+            GpuLostError: A kernel of a way failed; it names the way.
         """
         where = gpu(device)
-        stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
-        l2_bytes = torch.cuda.get_device_properties(where).L2_cache_size
-        count = copies_to_defeat_l2(stored, l2_bytes, most=64)
         generator = torch.Generator(where).manual_seed(seed)
-        layer = cls(ways, [random_24(shape, dtype, generator) for _ in range(count)])
+        layer = cls(ways, cold_weights(shape, dtype, generator))
         layer.products = [_prepared(way, layer.weights) for way in ways]
         return layer
 
@@ -194,10 +194,12 @@ class Layer:
             tokens: Rows of x.
             seed: Of x.
             timing: Options of `time_side_by_side`.
+
+        Raises:
+            GpuLostError: A kernel of a way failed; it names the way. Nothing more can be measured.
         """
         weight, x = self.weights[0], self._inputs(tokens, seed)
-        # The last copy too: a way that remembers the first weight would read it from the cache.
-        references = {index: Reference(x, self.weights[index]) for index in (0, -1)}
+        references = first_and_last(x, self.weights)
         results = [
             _checked(way, products, x, references)
             for way, products in zip(self.ways, self.products, strict=True)
@@ -229,6 +231,16 @@ class Layer:
         return torch.randn(
             tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype
         )
+
+
+def cold_weights(
+    shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    """Random 2:4 weights, as many as it takes to defeat the L2 cache of the generator's GPU."""
+    stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
+    l2_bytes = torch.cuda.get_device_properties(generator.device).L2_cache_size
+    count = copies_to_defeat_l2(stored, l2_bytes, most=64)
+    return [random_24(shape, dtype, generator) for _ in range(count)]
 
 
 def random_24(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -282,9 +294,38 @@ class Reference:
         )
 
 
+def first_and_last(x: Tensor, weights: Sequence[Tensor]) -> dict[int, Reference]:
+    """References of the first weight, 0, and of the last, -1.
+
+    Of both, because whoever remembers the first would read it from the cache.
+    """
+    return {index: Reference(x, weights[index]) for index in (0, -1)}
+
+
+def largest_excess(
+    run: Callable[[int], Tensor], references: Mapping[int, Reference], x: Tensor
+) -> float:
+    """The largest excess of the products that `run` makes of x and the weights of `references`.
+
+    Example:
+        >>> x, weights = torch.ones(3, 4), [torch.ones(2, 4), torch.zeros(2, 4)]
+        >>> largest_excess(lambda i: x @ weights[i].T, first_and_last(x, weights), x)
+        0.0
+    """
+    worst = 0.0
+    for index, reference in references.items():
+        # Where the allocator will likely put the result: what is not written shows.
+        torch.full((x.shape[0], reference.out), float("nan"), dtype=x.dtype, device=x.device)
+        worst = max(worst, reference.excess(run(index)))
+    return worst
+
+
 def _prepared(way: Way, weights: list[Tensor]) -> list[Product] | str:
     try:
-        return [way.prepare(weight, None) for weight in weights]
+        with named(way.name, wait_for(weights[0].device)):
+            return [way.prepare(weight, None) for weight in weights]
+    except GpuLostError:
+        raise
     except Exception as error:
         return _words(error)
 
@@ -295,24 +336,18 @@ def _checked(
     """A result without samples: with an error, unless the way computes what it should."""
     if isinstance(products, str):
         return Result(Timing(way.name, error=products))
-    excess = 0.0
     try:
-        with torch.no_grad():
-            for index, reference in references.items():
-                _poison(x.shape[0], reference, x)
-                excess = max(excess, reference.excess(products[index](x)))
+        with torch.no_grad(), named(way.name, wait_for(x.device)):
+            excess = largest_excess(lambda index: products[index](x), references, x)
             plan = way.describe(products[0], x)
+    except GpuLostError:
+        raise
     except Exception as error:
         return Result(Timing(way.name, error=_words(error)))
     if not excess <= 1:
         wrong = f"wrong: an error of {excess:.3g} times the bound, so it was not timed"
         return Result(Timing(way.name, error=wrong), excess, plan)
     return Result(Timing(way.name), excess, plan)
-
-
-def _poison(tokens: int, reference: Reference, like: Tensor) -> None:
-    """Leave NaN where the allocator will likely put the result: what is not written shows."""
-    torch.full((tokens, reference.out), float("nan"), dtype=like.dtype, device=like.device)
 
 
 def _exact(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..errors import UnsupportedError
 from .clock import Contender, copies_to_defeat_l2, time_side_by_side
+from .fault import named, wait_for
 
 Product = Callable[[Tensor], Tensor]
 
@@ -183,6 +184,7 @@ def _search(product: Fastest, x: Tensor) -> Algorithm:
 
     Raises:
         UnsupportedError: None of them takes the problem.
+        GpuLostError: A kernel of one failed; it names the algorithm.
     """
     properties = torch.cuda.get_device_properties(x.device)
     count = copies_to_defeat_l2(product.packed.nbytes, properties.L2_cache_size, most=16)
@@ -190,7 +192,8 @@ def _search(product: Fastest, x: Tensor) -> Algorithm:
 
     def ranked(by: list[Algorithm], rounds: int, min_ms: float) -> list[Algorithm]:
         contenders = [
-            Contender(str(each), [partial(copy.run, x, each) for copy in copies]) for each in by
+            Contender(_told(each, x), [partial(copy.run, x, each) for copy in copies])
+            for each in by
         ]
         timings = time_side_by_side(
             contenders, rounds=rounds, min_ms=min_ms, warm_s=0.02, device=x.device
@@ -212,12 +215,12 @@ def _search(product: Fastest, x: Tensor) -> Algorithm:
 
 
 def _accepted(product: Fastest, x: Tensor) -> list[Algorithm]:
-    """Every algorithm id that runs."""
+    """Every algorithm id that runs; a kernel that fails ends the search, a refusal does not."""
     found, refused = [], 0
     for number in range(_MOST_IDS):
         try:
-            product.run(x, Algorithm(number))
-            torch.cuda.synchronize(x.device)
+            with named(_told(Algorithm(number), x), wait_for(x.device)):
+                product.run(x, Algorithm(number))
         except RuntimeError:
             refused += 1
             if refused == _REFUSED_IN_A_ROW:
@@ -226,6 +229,10 @@ def _accepted(product: Fastest, x: Tensor) -> list[Algorithm]:
             found.append(Algorithm(number))
             refused = 0
     return found
+
+
+def _told(algorithm: Algorithm, x: Tensor) -> str:
+    return f"cuSPARSELt, {algorithm}, x {list(x.shape)} of {x.dtype},"
 
 
 def _copied(product: Fastest) -> Fastest:

@@ -39,7 +39,8 @@ def still_there(parts: list[MadeOf], buffers: Mapping[str, Tensor | None]) -> bo
 
 def may_keep(matrix: SparseMatrix) -> bool:
     """Whether changes of the parts would be noticed, so that what was decoded can be kept."""
-    if torch.compiler.is_compiling():
+    # Under torch.func what is decoded belongs to the transform, and would outlive it.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return all(
         # Subclasses are fake or traced tensors; inference tensors do not count their changes.

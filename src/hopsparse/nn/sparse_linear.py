@@ -312,7 +312,9 @@ class SparseLinear(nn.Module):
         if torch.compiler.is_compiling():
             return cast(NM, self.matrix)
         parts, known = self._buffers, self._assembled
-        if not known or known.values is not parts["values"] or known.meta is not parts["meta"]:
+        # Values that are trained may be a Parameter, which is no buffer.
+        values, meta = parts.get("values"), parts.get("meta")
+        if not known or known.values is not values or known.meta is not meta:
             self._assembled = known = cast(NM, self.matrix)
         return known
 

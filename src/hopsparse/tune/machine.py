@@ -41,11 +41,6 @@ def machine_of(device: int) -> Machine:
     return Machine(facts.name, facts.multi_processor_count, _driver())
 
 
-def l2_bytes(device: torch.device) -> int:
-    """Size of the L2 cache of a GPU."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
 def _driver() -> str:
     if (version := driver_version()) is not None:
         return version

@@ -15,7 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, GpuLostError
+from ..measure.fault import named
 from ..measure.timing import Timing
 from .store import Measured
 
@@ -37,12 +38,14 @@ class Steps(Generic[C, R]):
         verify: Runs it on random data; gives its error as a part of what is allowed, at most 1.
         time: Times some side by side, by name, within about so many seconds; one timing each, in
             their order.
+        wait: Waits for the GPU, so that a kernel that fails is laid to the candidate it is of.
     """
 
     compile: Callable[[Sequence[C]], Generator[tuple[C, str], None, None]]
     prepare: Callable[[C], R]
     verify: Callable[[R], float]
     time: Callable[[Mapping[str, R], float], Sequence[Timing]]
+    wait: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def search(
 
     Raises:
         ArgumentError: A heat of fewer than 2.
+        GpuLostError: A kernel of a candidate failed; it names the candidate. What was found before
+            is kept.
 
     Example:
         >>> steps = Steps(
@@ -183,8 +188,11 @@ class _Search(Generic[C, R]):
     def _verified(self, name: str) -> R | None:
         """What can be run of a candidate; a wrong one is never run again."""
         try:
-            ready = self.steps.prepare(self.candidates[name])
-            excess = self.steps.verify(ready)
+            with named(name, self.steps.wait):
+                ready = self.steps.prepare(self.candidates[name])
+                excess = self.steps.verify(ready)
+        except GpuLostError:
+            raise
         except Exception as error:
             self.failed[name] = " ".join(f"{type(error).__name__}: {error}".split())
             return None

@@ -10,13 +10,11 @@
 // Bound: device memory. For each byte read 9/16 (16-bit) or 5/8 (8-bit) is written. About 25
 // instructions a group of four fill a third of the issue slots of that time.
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include "ptx/base.cuh"
 
 namespace pack_nm {
+
+using i64 = long long;
 
 constexpr u32 kPanelRows = 64, kUnitWords = 128;
 constexpr u32 kStepBytes = 2048, kRowBlockBytes = 256, kCoreBytes = 128;  // of values

@@ -55,7 +55,7 @@ def pack_nm(dense: Tensor, pattern: NMPattern | str = "2:4", *, select: Select =
     dense, nm = check_dense(dense), as_nm_pattern(pattern)
     if not _has_kernel(dense, nm, select):
         return reference.pack_nm(dense, nm, select=select)
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing(dense):
         raise UnsupportedError(
             "a matrix to pack while a CUDA graph is captured",
             need="a wait for the GPU, which says whether the matrix can be packed",
@@ -100,6 +100,13 @@ def enqueue(config: PackConfig, dense: Tensor, packed: NM, refused: Tensor) -> N
         packed.meta.shape[1],
     )
     kernel.launch(plan.grid_for(config, *dense.shape), bytes(args), current_stream(device))
+
+
+def _is_capturing(dense: Tensor) -> bool:
+    """Whether a graph is captured on the GPU of `dense`, which need not be the current one."""
+    from ...launch.stream import is_capturing
+
+    return is_capturing(dense.device.index)
 
 
 def empty_packed(dense: Tensor) -> NM:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ...compiler import KernelCache
+from ...errors import ArgumentError, UnsupportedError
 from ...formats.nm import NM
 from ...launch import (
     Bound,
@@ -26,6 +28,8 @@ from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
+_LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
+_MOST_FLOAT32 = torch.finfo(torch.float32).max
 _ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -103,8 +107,25 @@ class Launch:
             row: Elements from one token of x to the next.
             added: Addresses of bias and residual, 0 where there is none.
             alpha: What the sum is multiplied by.
+
+        Raises:
+            ArgumentError: alpha is no number, or none that float32 holds; or a part of the weight
+                does not start on 16 bytes.
         """
+        # A tensor would pass as a number, and be found again by its identity, not by its value.
+        if not isinstance(alpha, Real) or _MOST_FLOAT32 < abs(alpha) < inf:
+            raise ArgumentError(
+                f"spmm_nm: alpha={alpha!r}",
+                need=f"a number that float32 holds, up to {_MOST_FLOAT32}",
+                hint="alpha=1, and x multiplied before the call",
+            )
         x, values, meta, y = addresses
+        if values % 16 or meta % 16:
+            raise ArgumentError(
+                f"spmm_nm: a weight with values at {values:#x} and meta at {meta:#x}",
+                need="parts that start on 16 bytes",
+                hint="their clones: NM(w.shape, w.values.clone(), w.meta.clone(), w.pattern)",
+            )
         args = b"".join(
             (
                 self._x_map(x, row),
@@ -165,10 +186,16 @@ def launch_for(
         config: The tile; None chooses one.
 
     Raises:
-        UnsupportedError: No driver, another GPU, or a graph is captured and the kernel is not
-            loaded yet.
+        UnsupportedError: No driver, another GPU, a side of over 2^31 - 2^13, or a graph is captured
+            and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
+    if (longest := max(problem.tokens, problem.out, problem.k)) > _LONGEST_SIDE:
+        raise UnsupportedError(
+            f"spmm_nm: a side of {longest}",
+            need=f"at most {_LONGEST_SIDE} tokens, out-features and columns",
+            hint="x, or w, in pieces",
+        )
     config = config or choose(
         problem,
         device_facts(device).sm_count,
@@ -190,6 +217,7 @@ def launch_for(
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
     stages = ceil(problem.k / (UNIT * config.units))
     group = max(1, _RASTER_TOKENS // (config.tokens * config.cluster_tokens))
+    group = min(group, token_tiles)  # times out_tiles it must stay in 32 bits
     return Launch(
         kernel,
         config,

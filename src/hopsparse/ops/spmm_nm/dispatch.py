@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern
 from .._product import gather_kept
@@ -100,7 +101,11 @@ def _matrix(parts: Sequence[Tensor], out: int, x: Tensor) -> NM:
 def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
     parts, x, bias, residual, out, activation, alpha, _ = inputs
     if activation != "none" or residual is not None:
-        raise RuntimeError("gradients of a fused epilogue: `traced` takes it apart")
+        raise UnsupportedError(
+            f"a gradient through a fused epilogue: {activation}, residual {residual is not None}",
+            need="the operator alone, as spmm_nm runs it where there is a gradient to keep",
+            hint="spmm_nm, or a program that was exported with inputs that require a gradient",
+        )
     ctx.save_for_backward(*parts, x)
     ctx.facts = (out, alpha, bias is not None)  # type: ignore[attr-defined]
 

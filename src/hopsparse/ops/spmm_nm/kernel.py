@@ -9,7 +9,7 @@ from struct import Struct
 from ...compiler.wgmma import sparse_product
 from ...errors import ArgumentError
 from ...plan import KernelSpec, target
-from ...plan.budget import warpgroup_registers
+from ...plan.budget import check, warpgroup_registers
 
 PANEL = 64  # out-features of one instruction, rows of a panel of the packed layout
 UNIT = 64  # columns of k in a unit of the packed layout
@@ -31,6 +31,9 @@ class Config:
         stages: Stages of shared memory.
         cluster_out: Blocks that share their tokens.
         cluster_tokens: Blocks that share their weights.
+
+    Raises:
+        ArgumentError: The kernel has no such tile. `spec_for` refuses what does not fit an SM.
     """
 
     warpgroups: int
@@ -40,6 +43,27 @@ class Config:
     stages: int
     cluster_out: int = 1
     cluster_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        least = (self.warpgroups, self.panels, self.units, self.cluster_out, self.cluster_tokens)
+        # One stage would wait for itself: a stage is let go when the next is under way. A block's
+        # slice of the tokens is whole blocks of 8 rows, which a swizzle permutes.
+        fits = (
+            min(least) >= 1
+            and self.stages >= 2
+            and self.warpgroups <= 4
+            and self.tokens % 16 == 0
+            and 16 <= self.tokens <= 256
+            and self.tokens % (8 * self.cluster_out) == 0
+            and 2 * self.units % self.cluster_tokens == 0
+        )
+        if not fits:
+            raise ArgumentError(
+                f"{self}",
+                need="1 to 4 warpgroups; 16 to 256 tokens in steps of 16, and of 8 for each of "
+                "cluster_out; two stages; 2 x units in whole shares of cluster_tokens",
+                hint="one of hopsparse.ops.spmm_nm.plan.CANDIDATES",
+            )
 
     @property
     def out(self) -> int:
@@ -112,13 +136,38 @@ def spec_for(
         activation: One of `ACTIVATIONS`.
         residual: Whether something is added to y at the end.
         direct: Whether y is stored a number at a time.
+
+    Raises:
+        UnsupportedError: It does not fit an SM.
     """
     out_dtype = out_dtype or dtype
     direct = direct or out_dtype == "float32"
     producer, consumer = warpgroup_registers(config.warpgroups)
+    extras = "".join(f" {word}" for word in (activation, out_dtype) if word not in ("none", dtype))
+    spec = KernelSpec(
+        op="spmm_nm",
+        name=f"{_TYPES[dtype]} {config.name}{extras}"
+        f"{' residual' if residual else ''}{' direct' if direct else ''}",
+        kernel="ops/spmm_nm/kernel.cuh",
+        text=_text(config, dtype, out_dtype, activation, residual, direct),
+        entry="spmm_nm_kernel",
+        threads=128 * (config.warpgroups + 1),
+        cluster=(config.cluster_out * config.cluster_tokens, 1, 1),
+        smem_bytes=config.smem_bytes(direct=direct),
+        args_bytes=ARGS_BYTES,
+    )
+    check(spec, target("h200"), (producer, *[consumer] * config.warpgroups))
+    return spec
+
+
+def _text(
+    config: Config, dtype: str, out_dtype: str, activation: str, residual: bool, direct: bool
+) -> str:
+    """What follows kernel.cuh: its Config, and the entry."""
+    producer, consumer = warpgroup_registers(config.warpgroups)
     threads = 128 * (config.warpgroups + 1)
     cluster = config.cluster_out * config.cluster_tokens
-    text = f"""
+    return f"""
 struct Config {{
   static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
   static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
@@ -141,19 +190,6 @@ extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({
   spmm_nm::run<Config>(args, dynamic_smem);
 }}
 """
-    extras = "".join(f" {word}" for word in (activation, out_dtype) if word not in ("none", dtype))
-    return KernelSpec(
-        op="spmm_nm",
-        name=f"{_TYPES[dtype]} {config.name}{extras}"
-        f"{' residual' if residual else ''}{' direct' if direct else ''}",
-        kernel="ops/spmm_nm/kernel.cuh",
-        text=text,
-        entry="spmm_nm_kernel",
-        threads=threads,
-        cluster=(cluster, 1, 1),
-        smem_bytes=config.smem_bytes(direct=direct),
-        args_bytes=ARGS_BYTES,
-    )
 
 
 def stores_directly(out: int, out_dtype: str) -> bool:

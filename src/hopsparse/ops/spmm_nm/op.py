@@ -37,10 +37,10 @@ def spmm_nm(
 ) -> Tensor:
     """Multiply by a 2:4 (or other N:M) weight: y = act(alpha * x @ w.T + bias) + residual.
 
-    On a Hopper GPU a 2:4 weight of 16-bit values runs as one kernel, whatever the shape; all else
-    decodes w at every call, which `plan` says. Differentiable in x, bias, residual and the kept
-    values; gradients run dense, and where there is one to keep, `act` and `residual` are applied
-    after the kernel. One graph under torch.compile.
+    On a Hopper GPU a 2:4 weight of 16-bit values runs as one kernel, whatever the shape; all else,
+    and every call under torch.func or with dual numbers, decodes w, which `plan` says.
+    Differentiable in x, bias, residual and the kept values; gradients run dense, and where there is
+    one to keep, `act` and `residual` are applied after the kernel. One graph under torch.compile.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -144,7 +144,8 @@ if torch.version.cuda is not None:
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors alone: nothing traced, no gradient to keep, no subclass."""
-    if torch.compiler.is_compiling():
+    # Who records would miss a launch.
+    if torch.compiler.is_compiling() or _is_recorded():
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
@@ -153,6 +154,24 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
             return False
     return True
+
+
+# Asked at every call: looked up once, they take two thirds of the time.
+_modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
+
+
+def _is_recorded() -> bool:
+    """Whether a mode of torch, or torch.jit.trace, must see every operator."""
+    return _modes_of_torch() > 0 or _traces()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or a forward derivative is at work, for which the operator has no rule.
+
+    Tensors look plain under both, and a tangent would be lost without a word.
+    """
+    return _has_transforms() or _dual._current_level >= 0
 
 
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
@@ -171,7 +190,7 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
         fits = bias.shape == (out,) and bias.dtype is dtype and bias.get_device() == device
     if not fits:
         check_inputs(op, w, x, bias)
-    return True
+    return not _is_transformed()
 
 
 def plan(w: NM, x: Tensor) -> Plan:
@@ -200,6 +219,8 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return "a part of w is not contiguous"
     if not _is_hopper(x.device.index):
         return "the GPU is no H100 or H200"
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return "torch.func or a forward derivative is at work"
     return None
 
 

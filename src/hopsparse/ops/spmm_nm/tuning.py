@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from ...compiler import KernelCache
 from ...formats.nm import NM
-from ...measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
-from ...measure.contest import Reference, random_24
+from ...measure.clock import Contender, gpu, time_side_by_side
+from ...measure.contest import Reference, cold_weights, first_and_last, largest_excess
+from ...measure.fault import wait_for
 from ...measure.timing import Timing
 from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
-from ...tune.machine import l2_bytes
 from .cost import Problem
 from .kernel import Config
 from .op import run_kernel
@@ -27,7 +27,6 @@ from .plan import CANDIDATES, candidates, key_of, spec_of, versions
 DENSE = f"dense, torch {torch.__version__}"
 
 Calls = list[Callable[[], Tensor]]
-_STORED_BITS_A_WEIGHT = 9  # 2:4 in 16 bits: half the values, and an eighth of their bits again
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -116,7 +115,8 @@ class Layer:
 
     def steps(self) -> Steps[Config | None, Calls]:
         """How the tuner takes a candidate; tensors are made when the first is prepared."""
-        return Steps(self._compiled, self._prepared, self._excess, self._timed)
+        wait = wait_for(self.device)
+        return Steps(self._compiled, self._prepared, self._excess, self._timed, wait)
 
     def _compiled(
         self, configs: Sequence[Config | None]
@@ -139,20 +139,12 @@ class Layer:
         return [partial(run_kernel, each, x, None, config=config) for each in packed]
 
     def _excess(self, calls: Calls) -> float:
-        """Of the first copy and of the last: one that remembers the first would be too fast."""
-        x = self._tensors[0]
-        shape, worst = (x.shape[0], self.problem.out), 0.0
         with torch.no_grad():
-            for index, reference in self._references.items():
-                # Where the allocator will likely put the result: what is not written shows.
-                torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
-                worst = max(worst, reference.excess(calls[index]()))
-        return worst
+            return largest_excess(lambda index: calls[index](), self._references, self._tensors[0])
 
     @cached_property
     def _references(self) -> dict[int, Reference]:
-        x, weights, _ = self._tensors
-        return {index: Reference(x, weights[index]) for index in (0, -1)}
+        return first_and_last(*self._tensors[:2])
 
     def _timed(self, ready: Mapping[str, Calls], seconds: float) -> list[Timing]:
         contenders = [Contender(name, calls) for name, calls in ready.items()]
@@ -163,9 +155,7 @@ class Layer:
     def _tensors(self) -> tuple[Tensor, list[Tensor], list[NM]]:
         shape, dtype = (self.problem.out, self.problem.k), _DTYPES[self.dtype]
         generator = torch.Generator(self.device).manual_seed(0)
-        stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
-        count = copies_to_defeat_l2(stored, l2_bytes(self.device), most=64)
-        weights = [random_24(shape, dtype, generator) for _ in range(count)]
+        weights = cold_weights(shape, dtype, generator)
         x = torch.randn(
             self.problem.tokens, shape[1], generator=generator, device=self.device, dtype=dtype
         )
