@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compiler import KernelCache
+from ...errors import UnsupportedError
 from ...formats.nm import NM
 from ...launch import (
     Bound,
@@ -25,6 +27,7 @@ from ...tune import machine_of
 from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
+_LONGEST_SIDE = 2**31 - 1024  # counted in 32 bits, with room for the last tile
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
 _ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -110,7 +113,8 @@ class Launch:
                 self._x_map(x, row),
                 self._values_map(values),
                 self._meta_map(meta),
-                SCALARS.pack(y, *added, alpha, *self.sizes),
+                # Beyond float32 it is infinite, as on the CPU.
+                SCALARS.pack(y, *added, ctypes.c_float(alpha).value, *self.sizes),
             )
         )
         return self.kernel.bind(self.grid, args, stream)
@@ -165,10 +169,16 @@ def launch_for(
         config: The tile; None chooses one.
 
     Raises:
-        UnsupportedError: No driver, another GPU, or a graph is captured and the kernel is not
-            loaded yet.
+        UnsupportedError: A side that is too long, no driver, another GPU, or a graph is captured
+            and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
+    if max(problem.tokens, problem.out, problem.k) >= _LONGEST_SIDE:
+        raise UnsupportedError(
+            f"spmm_nm: {problem.tokens} tokens for a weight [{problem.out}, {problem.k}]",
+            need=f"sides below {_LONGEST_SIDE}",
+            hint="x in pieces",
+        )
     config = config or choose(
         problem,
         device_facts(device).sm_count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float)
 
 
 def spmm_nm(
@@ -47,10 +49,11 @@ def spmm_nm(
             do not start on 16 bytes, or whose columns are no neighbours, are copied.
         bias: [out], dtype and device of w, or None.
         act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
-        alpha: What the product is multiplied by, before the bias.
+        alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
-        config: The tile of the kernel; None chooses one.
+        config: The tile of the kernel; None chooses one. It counts where the kernel is called at
+            once: torch.compile and calls with a gradient to keep choose their own.
 
     Returns:
         [..., out], contiguous.
@@ -58,8 +61,8 @@ def spmm_nm(
     Raises:
         ArgumentError: Arguments do not fit each other.
         FormatError: Parts of w have the wrong shape or dtype.
-        UnsupportedError: Values are 8-bit; or a CUDA graph is being captured, and the kernel is not
-            loaded yet.
+        UnsupportedError: Values are 8-bit; a side is 2^31 - 1024 or longer; or a CUDA graph is
+            being captured, and the kernel is not loaded yet.
 
     Example:
         >>> w = NM.from_dense(torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, -1.0, 0.0, 0.0]]))
@@ -67,6 +70,8 @@ def spmm_nm(
         tensor([[3., 0.]])
     """
     activation, out_dtype = act or "none", out_dtype or x.dtype
+    if config is not None or type(alpha) not in _NUMBERS:
+        check_choices(alpha, config)
     has_kernel = check_operands("spmm_nm", w, x, bias)
     if activation != "none" or residual is not None or out_dtype is not x.dtype:
         check_epilogue(w.shape[0], x, activation, residual, out_dtype)
@@ -197,6 +202,27 @@ def _has_passed(op: str, w: NM) -> bool:
         return False
     w.__dict__["_passed"] = looks
     return True
+
+
+def check_choices(alpha: object, config: object) -> None:
+    """Refuse an `alpha` that is no number, and a `config` that is no tile.
+
+    Raises:
+        ArgumentError: It says which.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(
+            f"spmm_nm: config of type {type(config).__name__}",
+            need="a Config of hopsparse.ops.spmm_nm.kernel, or None",
+            hint="config=None, which chooses the fastest that is known",
+        )
+    # A tensor could change after its number was packed into the arguments of a launch.
+    if not torch.compiler.is_compiling() and not isinstance(alpha, Real):
+        raise ArgumentError(
+            f"spmm_nm: alpha of type {type(alpha).__name__}",
+            need="a number",
+            hint="alpha.item(), or x multiplied by it",
+        )
 
 
 def check_epilogue(
