@@ -52,8 +52,7 @@ def spmm_nm(
         alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
-        config: The tile of the kernel; None chooses one. It counts where the kernel is called at
-            once: torch.compile and calls with a gradient to keep choose their own.
+        config: The kernel's tile; None chooses one, as torch.compile and gradients always do.
 
     Returns:
         [..., out], contiguous.
