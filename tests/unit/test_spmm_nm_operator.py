@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from hopsparse.formats import NM
-from hopsparse.ops.spmm_nm.op import run_kernel
+from hopsparse.ops import spmm_nm
+from hopsparse.ops.spmm_nm.op import is_transformed, run_kernel
 
 
 def operands() -> tuple[torch.Tensor, NM, torch.Tensor, torch.Tensor]:
@@ -41,6 +43,30 @@ def test_gradients_of_all_that_is_trained(has_residual: bool) -> None:
     assert weight.grad is not None
     kept = NM.from_dense(torch.where(dense != 0, weight.grad, 0.0))
     torch.testing.assert_close(w.values.grad, kept.values)
+
+
+# torch writes its own rules of forward mode with torch.jit, which it warns of.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_transforms_are_noticed_and_the_kernel_left_alone() -> None:
+    """Under them a tensor has no memory of its own, or a tangent that a kernel would drop."""
+    dense, w, x, _ = operands()
+    seen: list[bool] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_transformed())
+        return spmm_nm(w, x)
+
+    x, tangent = x.detach(), torch.randn(x.shape)
+    torch.testing.assert_close(torch.vmap(product)(x), x @ dense.T)
+    grad = torch.func.grad(lambda x: product(x).sum())(x)
+    torch.testing.assert_close(grad, dense.sum(0).expand_as(x))
+    _, moved = torch.func.jvp(product, (x,), (tangent,))
+    torch.testing.assert_close(moved, tangent @ dense.T)
+    with forward_ad.dual_level():
+        y = product(forward_ad.make_dual(x, tangent))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, tangent @ dense.T)
+    assert seen == [True] * 4
+    assert not is_transformed()
 
 
 def test_importing_the_package_registers_it() -> None:

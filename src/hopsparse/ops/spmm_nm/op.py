@@ -8,6 +8,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ...errors import ArgumentError
 from ...formats._windows import windows_of
@@ -41,7 +42,7 @@ def spmm_nm(
     On a Hopper GPU a 2:4 weight of 16-bit values runs as one kernel, whatever the shape; all else
     decodes w at every call, which `plan` says. Differentiable in x, bias, residual and the kept
     values; gradients run dense, and where there is one to keep, `act` and `residual` are applied
-    after the kernel. One graph under torch.compile.
+    after the kernel. One graph under torch.compile. Transforms of torch.func run dense.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -142,8 +143,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     """Refuse what `check_product` refuses; whether the kernel takes the rest.
 
+    Under torch.func and forward-mode differentiation it takes nothing; the dense product does.
     A call asks the tensors of w only whether they look as they did when they passed last.
     """
+    if is_transformed():
+        check_weight(op, w, NM)
+        check_inputs(op, w, x, bias)
+        return False
     traced_or_foreign = torch.compiler.is_compiling() or not isinstance(w, NM)
     if traced_or_foreign or not w.values.is_cuda or not _has_passed(op, w):
         check_weight(op, w, NM)
@@ -156,6 +162,17 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     if not fits:
         check_inputs(op, w, x, bias)
     return True
+
+
+def is_transformed() -> bool:
+    """Whether vmap, another transform of torch.func or forward-mode differentiation is at work.
+
+    Their tensors look like any other, and own no memory, or carry a tangent that a kernel drops.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    under_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return under_func or forward_ad._current_level >= 0
 
 
 def plan(w: NM, x: Tensor) -> Plan:
@@ -180,6 +197,8 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if windows_of(w.pattern) != 1:
         return f"{w.pattern} needs x gathered for each window"
+    if is_transformed():
+        return "a transform of torch.func is at work"
     if not (w.values.is_contiguous() and w.meta.is_contiguous()):
         return "a part of w is not contiguous"
     if not _is_hopper(x.device.index):
