@@ -16,6 +16,7 @@ from ...formats.nm import NM
 from ...measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
 from ...measure.contest import Reference, random_24
 from ...measure.timing import Timing
+from ...plan import KernelSpec
 from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
 from ...tune.machine import l2_bytes
 from .cost import Problem
@@ -79,11 +80,13 @@ def tune_problem(
         What is known of the class by names of `named_candidates`, also from earlier runs.
 
     Raises:
-        UnsupportedError: There is no GPU.
+        UnsupportedError: There is no GPU, or it is no H100 or H200.
     """
+    from ...launch import device_facts
     from .device import forget_launches
 
     where = gpu(device)
+    device_facts(where.index).require(KernelSpec.arch)
     machine = machine_of(where.index)
     stands = measured_problem(problem)
     try:
