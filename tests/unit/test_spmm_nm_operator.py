@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hopsparse.formats import NM
 from hopsparse.ops import spmm_nm
-from hopsparse.ops.spmm_nm.op import is_transformed, run_kernel
+from hopsparse.ops.spmm_nm.op import is_transformed, plan, run_kernel, why_no_kernel
 
 
 def operands() -> tuple[torch.Tensor, NM, torch.Tensor, torch.Tensor]:
@@ -67,6 +67,13 @@ def test_transforms_are_noticed_and_the_kernel_left_alone() -> None:
         torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, tangent @ dense.T)
     assert seen == [True] * 4
     assert not is_transformed()
+
+
+def test_a_plan_names_the_device_that_has_no_kernel() -> None:
+    _, w, x, _ = operands()
+    found = plan(w.to(torch.device("meta")), x.to("meta"))
+    assert (found.name, found.why.split(";")[0]) == ("dense", "x is on meta")
+    assert why_no_kernel(w, x) == "x is on the CPU"
 
 
 def test_importing_the_package_registers_it() -> None:

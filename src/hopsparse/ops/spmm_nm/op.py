@@ -192,7 +192,7 @@ def plan(w: NM, x: Tensor) -> Plan:
 def why_no_kernel(w: NM, x: Tensor) -> str | None:
     """What keeps the kernel from running, as a clause; None if nothing does."""
     if not x.is_cuda:
-        return "x is on the CPU"
+        return "x is on the CPU" if x.device.type == "cpu" else f"x is on {x.device.type}"
     if w.dtype not in _KERNEL_DTYPES:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if windows_of(w.pattern) != 1:
