@@ -21,6 +21,6 @@ def test_a_thread_has_eight_loads_in_flight_and_an_sm_enough_threads(
     spec = plan.spec_for(plan.default_config(select, vector=True), "bfloat16")
     cubin = KernelCache(tmp_path).get(spec)
     assert cubin.registers * ENOUGH_THREADS <= REGISTERS_OF_AN_SM
-    sass = disassemble(cubin.image)
+    (sass,) = disassemble([cubin.image])
     before_the_first_store = sass[: sass.index("STG")]
     assert len(re.findall(r"LDG\.E\S*\.128", before_the_first_store)) == 8
