@@ -33,6 +33,7 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
         (("--shape", "64x64", "--dtype", "int8"), "dtype 'int8'"),
+        (("--shape", "64x64", "--rounds", "0"), "--rounds 0"),
         (("--suite", "gpt"), "suite 'gpt'"),
         (("--suite", "anchors", "--tokens", "1"), "tokens and a dtype that the suite has"),
     ],

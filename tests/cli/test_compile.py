@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hopsparse import ops
-from hopsparse.compiler import cache, source
+from hopsparse.compiler import cache, nvrtc, source
 from hopsparse.compiler.cache import decode
 from hopsparse.ops.plans import plans
 from tests.cli.conftest import Run
@@ -106,6 +106,35 @@ def test_a_wrong_choice_is_refused(root: Path, run: Run, words: tuple[str, ...])
     result = run("compile", *words)
     assert result.exit_code == 2
     assert "--all" in result.stderr
+
+
+@pytest.mark.parametrize("words", [("--op", "tiny"), ("--all",)])
+def test_without_a_compiler_it_says_what_to_install(
+    root: Path,
+    tmp_path: Path,
+    run_json: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(nvrtc, "_folders", lambda: iter([tmp_path]))
+    nvrtc.default_nvrtc.cache_clear()
+    try:
+        error = run_json("compile", *words, exit_code=2)["error"]
+    finally:
+        nvrtc.default_nvrtc.cache_clear()
+    assert error["kind"] == "UnsupportedError"
+    assert error["try"] == "pip install 'nvidia-cuda-nvrtc>=13.0,<14'"
+
+
+def test_a_file_where_the_cache_should_be_costs_time_alone(
+    root: Path, tmp_path: Path, run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path / "file"))
+    for _ in range(2):
+        told = run_json("compile", "--op", "tiny")
+        assert not any(each["cached"] or each["error"] for each in told["kernels"])
+        cache._shared.cache_clear()  # as in a new process
 
 
 def test_interrupting_leaves_whole_entries(root: Path, tmp_path: Path) -> None:

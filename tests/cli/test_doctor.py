@@ -68,10 +68,12 @@ def test_probing_creates_no_folder(bare: dict[str, Any], tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cache_that_cannot_be_written_is_named(bare: dict[str, Any], tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    facts = {**bare, "cache": probe.probe_cache(blocked / "cache")}
+@pytest.mark.parametrize("name", ["file", "file/cache", "x" * 300, "x" * 300 + "/cache"])
+def test_cache_that_cannot_be_written_is_named(
+    bare: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    facts = {**bare, "cache": probe.probe_cache(tmp_path / name)}
     judged = {each.name: each for each in abilities(facts)}
     assert not judged["kernel cache"].works
     assert "HOPSPARSE_CACHE_DIR" in judged["kernel cache"].install

@@ -141,10 +141,18 @@ def test_the_text_says_what_runs_and_why(run: Run) -> None:
     ("words", "told"),
     [
         (("--shape", "4096", "--tokens", "1"), "shape '4096'"),
+        (("--shape", "0x5", "--tokens", "1"), "[0, 5]"),
+        (("--shape", "9" * 5000 + "x4", "--tokens", "1"), "shape '999"),
+        (("--shape", "٤x٤", "--tokens", "1"), "shape '٤x٤'"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
+        (("--shape", "64x64", "--tokens", "-1"), "-1 tokens"),
+        (("--shape", "64x64", "--tokens", str(2**31)), "below 2^31"),
+        (("--shape", f"{2**31}x64", "--tokens", "1"), "below 2^31"),
         (("--shape", "64x66", "--tokens", "1"), "k = 66"),
         (("--shape", "64x64", "--tokens", "1", "--dtype", "int8"), "dtype 'int8'"),
         (("--shape", "64x64", "--tokens", "1", "--target", "h200:1/9"), "h200:1/9"),
+        (("--shape", "64x64", "--tokens", "1", "--target", "b200"), "target 'b200'"),
+        (("--shape", "64x64", "--tokens", "1", "--target", ""), "target ''"),
     ],
 )
 def test_what_is_no_problem_is_refused(run: Run, words: tuple[str, ...], told: str) -> None:

@@ -36,6 +36,9 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x66"), "k = 66"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
         (("--shape", "64x64", "--dtype", "float32"), "dtype 'float32'"),
+        (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
+        (("--shape", "64x64", "--budget-s", "-1"), "--budget-s -1"),
+        (("--shape", "64x64", "--budget-s", "nan"), "--budget-s nan"),
         (("--suite", "gpt"), "suite 'gpt'"),
         (("no-such-folder",), "is no folder"),
     ],
@@ -46,6 +49,19 @@ def test_what_cannot_be_tuned_is_said_before_a_gpu_is_looked_for(
     result = run("tune", *words)
     assert result.exit_code == 2
     assert told in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "does not exist"), ("{", "cannot be read"), ("[]", "JSON object")]
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    run_json: Callable[..., Any], tmp_path: Path, content: str | None, told: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    error = run_json("tune", tmp_path, exit_code=2)["error"]
+    assert error["kind"] == "CheckpointError"
+    assert told in error["got"] + error["need"]
 
 
 def test_a_shape_is_tuned_once_for_each_class() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import _ctypes
 import errno
 import json
 import logging
@@ -13,7 +14,7 @@ import pytest
 
 from hopsparse.compiler import KernelCache, Nvrtc, cache_key
 from hopsparse.compiler.cache import decode, encode
-from hopsparse.errors import CompileError
+from hopsparse.errors import CompileError, UnsupportedError
 from hopsparse.settings import Settings
 from tests.helpers.tiny_kernels import BESIDE, HEADER, OTHER, start_child, tiny_spec, told_by
 
@@ -259,6 +260,16 @@ def test_a_kernel_that_does_not_compile_stops_no_other(folder: Path, root: Path)
     assert error.got.startswith("tiny/kernel1: ")
     assert built[wrong].cubin is None
     assert all(built[spec].cubin for spec in BOTH)
+
+
+def test_a_compiler_that_does_not_load_is_one_error(folder: Path, root: Path) -> None:
+    """And not one a kernel."""
+    library = root / "libnvrtc.so.13"
+    library.symlink_to(_ctypes.__file__)
+    cache = KernelCache(folder, nvrtc=Nvrtc(library), root=root)
+    with pytest.raises(UnsupportedError, match="does not load .* --force-reinstall"):
+        list(cache.compile_all(BOTH))
+    assert cache.entries() == []
 
 
 def test_leaving_early_drops_what_has_not_begun(folder: Path, root: Path) -> None:

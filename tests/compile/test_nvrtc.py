@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import _ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -158,6 +160,48 @@ def test_a_library_that_is_none_is_an_error_at_once(tmp_path: Path, content: byt
         path.write_bytes(content)
     with pytest.raises(UnsupportedError, match="nvidia-cuda-nvrtc|ELF"):
         compile_unit(STORE, "entry", nvrtc=Nvrtc(path))
+
+
+def test_another_library_under_its_name_is_an_error(tmp_path: Path) -> None:
+    """What loads and has not the functions: NVRTC of another time, or none at all."""
+    path = tmp_path / "libnvrtc.so.13"
+    path.symlink_to(_ctypes.__file__)
+    with pytest.raises(UnsupportedError, match="does not load .*nvrtcCreateProgram") as caught:
+        compile_unit(STORE, "entry", nvrtc=Nvrtc(path))
+    assert "nvidia-cuda-nvrtc>=13.0,<14" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["libnvrtc.so.13", "libnvrtc-builtins.so.13.0"])
+def test_a_library_that_was_cut_short_is_an_error(tmp_path: Path, name: str) -> None:
+    """A full disk leaves such a file. Loading it would end the process with SIGBUS."""
+    for path in default_nvrtc().path.parent.glob("libnvrtc*"):
+        (tmp_path / path.name).symlink_to(path)
+    original = (tmp_path / name).resolve()
+    (tmp_path / name).unlink()
+    with original.open("rb") as file:
+        (tmp_path / name).write_bytes(file.read(1 << 20))
+    with pytest.raises(UnsupportedError, match=f"{name} cannot be read .cut short."):
+        compile_unit(STORE, "entry", nvrtc=Nvrtc(tmp_path / "libnvrtc.so.13"))
+
+
+def test_a_folder_that_cannot_be_looked_into_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    (tmp_path / "file").touch()
+    bad = [loop, tmp_path / "file", "x" * 5000, "no-such-folder"]
+    monkeypatch.setattr(sys, "path", [*map(str, bad), *sys.path])
+    monkeypatch.setenv("CUDA_HOME", "y" * 5000)
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, bad)))
+    assert find_nvrtc() == default_nvrtc().path
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert [path for path in module._folders() if os.path.isfile(path / "libnvrtc.so.13")] in (
+        [],
+        [Path("/usr/local/cuda/lib64")],
+    )
 
 
 def test_no_nvrtc_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from hopsparse.errors import CheckpointError
 from hopsparse.measure.power import Sampler, State, sample
-from hopsparse.measure.record import append, done, environment, read
+from hopsparse.measure.record import append, check_can_append, done, environment, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +71,37 @@ def test_what_json_does_not_have_is_refused_and_not_written(path: Path) -> None:
     with pytest.raises(ValueError):
         append(path, {"us": float("nan")})
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", [".", "file/rows.jsonl", "x" * 300])
+def test_a_file_that_cannot_be_written_is_refused_before_and_after(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    for write in (check_can_append, lambda where: append(where, {"us": 1.0})):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            write(tmp_path / name)
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_rows(path: Path) -> None:
+    row = {"us": 1.0, "layer": "x" * 100}
+    append(path, row)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # the next row ends beyond it
+    try:
+        with pytest.raises(CheckpointError, match="rows.jsonl cannot be written"):
+            append(path, row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read(path) == [row]
+    append(path, row)
+    assert read(path) == [row, row]
+
+
+def test_a_file_that_can_be_written_is_there_and_empty(path: Path) -> None:
+    check_can_append(path)
+    assert read(path) == []
+    assert path.read_bytes() == b""
 
 
 def test_environment_names_versions_and_is_json() -> None:

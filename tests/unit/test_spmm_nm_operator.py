@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM
-from hopsparse.ops.spmm_nm.op import _is_transformed, is_plain, run_kernel
+from hopsparse.ops import spmm_nm
+from hopsparse.ops.spmm_nm.op import is_plain, is_transformed, plan, run_kernel, why_no_kernel
 
 
 def operands() -> tuple[torch.Tensor, NM, torch.Tensor, torch.Tensor]:
@@ -56,6 +57,37 @@ def test_a_fused_epilogue_has_no_gradient_and_says_so() -> None:
             torch.ops.hopsparse.spmm_nm.default([w.values, w.meta], x, None, *facts)
 
 
+# torch writes its own rules of forward mode with torch.jit, which it warns of.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_transforms_are_noticed_and_the_kernel_left_alone() -> None:
+    """Under them a tensor has no memory of its own, or a tangent that a kernel would drop."""
+    dense, w, x, _ = operands()
+    seen: list[bool] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_transformed())
+        return spmm_nm(w, x)
+
+    x, tangent = x.detach(), torch.randn(x.shape)
+    torch.testing.assert_close(torch.vmap(product)(x), x @ dense.T)
+    grad = torch.func.grad(lambda x: product(x).sum())(x)
+    torch.testing.assert_close(grad, dense.sum(0).expand_as(x))
+    _, moved = torch.func.jvp(product, (x,), (tangent,))
+    torch.testing.assert_close(moved, tangent @ dense.T)
+    with forward_ad.dual_level():
+        y = product(forward_ad.make_dual(x, tangent))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, tangent @ dense.T)
+    assert seen == [True] * 4
+    assert not is_transformed()
+
+
+def test_a_plan_names_the_device_that_has_no_kernel() -> None:
+    _, w, x, _ = operands()
+    found = plan(w.to(torch.device("meta")), x.to("meta"))
+    assert (found.name, found.why.split(";")[0]) == ("dense", "x is on meta")
+    assert why_no_kernel(w, x) == "x is on the CPU"
+
+
 def test_importing_the_package_registers_it() -> None:
     """So that a program exported on a GPU loads where none of its names is used."""
     program = "import torch, hopsparse; print(torch.ops.hopsparse.spmm_nm.default)"
@@ -90,7 +122,7 @@ def test_transforms_are_seen_though_their_tensors_look_plain() -> None:
 
     def spy(x: torch.Tensor) -> torch.Tensor:
         assert type(x) is torch.Tensor
-        seen.append(_is_transformed())
+        seen.append(is_transformed())
         return x.sum()
 
     torch.func.vmap(spy)(x)

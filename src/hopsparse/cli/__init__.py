@@ -22,12 +22,14 @@ from .plan import PLAN
 from .recover import RECOVER
 from .sparsify import SPARSIFY
 from .tune import TUNE
+from .usage import Commands
 from .verify import VERIFY
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hopsparse",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     # Anything that is no HopsparseError is a bug: its traceback is shown as Python shows it.

@@ -53,11 +53,15 @@ class Bench:
 def run(options: Bench) -> None:
     """Time 2:4 layers side by side with dense ones; exit 1 if a result of ours is wrong."""
     from ..measure.clock import gpu
-    from ..measure.record import append, environment
+    from ..measure.record import append, check_can_append, environment
 
     started = time.monotonic()
     problems = _problems(options)
+    if options.rounds < 1:
+        raise ArgumentError(f"--rounds {options.rounds}", need="at least 1", hint="--rounds 25")
     device = gpu()
+    if options.out is not None:
+        check_can_append(options.out)
     facts = environment(device)
     rows: list[Row] = []
     for found in _measured(problems, _ways(), options.rounds):

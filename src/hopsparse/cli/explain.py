@@ -46,7 +46,10 @@ def run(options: Explain) -> None:
 
     out, k = shape_of(options.shape)
     Checked("", out, k, options.tokens, options.dtype)
-    problem, gpu = Problem(options.tokens, out, k), parse_target(options.target or _TARGET)
+    problem, gpu = (
+        Problem(options.tokens, out, k),
+        parse_target(_TARGET if options.target is None else options.target),
+    )
     planned = explain(problem, options.dtype, gpu)
     here = None
     if options.target is None and (machine := _machine()) is not None:

@@ -8,6 +8,7 @@ hang where it is missing.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -170,19 +171,38 @@ def probe_torch(*, has_gpu: bool) -> dict[str, Any]:
 
 def probe_cache(folder: Path) -> dict[str, Any]:
     """State of the kernel cache and the disk that holds it."""
-    exists = folder.is_dir()
-    parent = folder
-    while not parent.exists():
+    # Not the methods of Path, which raise where a name is too long or a folder may not be read.
+    exists = os.path.isdir(folder)
+    parent = folder.absolute()
+    while not os.path.exists(parent):
         parent = parent.parent
-    entries = [path for path in folder.rglob("*") if path.is_file()] if exists else []
+    paths = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+    sizes = [size for size in map(_size, paths) if size is not None]
     return {
         "path": str(folder),
         "exists": exists,
-        "writable": os.access(parent, os.W_OK) and parent.is_dir(),
-        "entries": len(entries),
-        "bytes": sum(path.stat().st_size for path in entries),
+        "writable": os.access(parent, os.W_OK) and parent.is_dir() and _can_be_named(folder),
+        "entries": len(sizes),
+        "bytes": sum(sizes),
         "disk_free_bytes": shutil.disk_usage(parent).free,
     }
+
+
+def _size(path: Path) -> int | None:
+    """Size of a file; None if another process has deleted it meanwhile."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _can_be_named(folder: Path) -> bool:
+    """Whether no file system refuses the name itself."""
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
 
 
 def probe_profiling() -> dict[str, Any]:

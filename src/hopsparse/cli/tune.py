@@ -74,6 +74,7 @@ def run(options: Tune) -> None:
     from ..tune import Store, machine_of
 
     problems = distinct(_problems(options))
+    _check_budget(options.budget_s)
     machine, started = machine_of(gpu().index), time.monotonic()
     found: list[Row] = []
     try:
@@ -97,6 +98,16 @@ def run(options: Tune) -> None:
         stdout().print(f"{told}; kept in {folder}", markup=False, soft_wrap=True)
     if any(row["wrong"] for each in found for row in each["tiles"]):
         raise typer.Exit(FAILED_EXIT)
+
+
+def _check_budget(budget_s: float | None) -> None:
+    """Refuse a time that is none.
+
+    Raises:
+        ArgumentError: It is negative, or no number.
+    """
+    if budget_s is not None and not budget_s >= 0:
+        raise ArgumentError(f"--budget-s {budget_s}", need="seconds", hint="--budget-s 600")
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

@@ -20,10 +20,12 @@ def build_id(path: Path) -> str:
     """What the linker put into an ELF file to tell its builds apart, or else the file's size.
 
     Raises:
-        UnsupportedError: The file cannot be read.
+        UnsupportedError: The file cannot be read, is no such file, or was cut short: loading that
+            would end the process.
     """
     try:
         with path.open("rb") as file:
+            _check_whole(file, path.stat().st_size)
             for offset, size in _notes(file):
                 file.seek(offset)
                 if found := _gnu_build_id(file.read(size)):
@@ -35,11 +37,21 @@ def build_id(path: Path) -> str:
         ) from error
 
 
-def _notes(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Offset and size of the note segments of a 64-bit ELF file."""
+def _check_whole(file: BinaryIO, size: int) -> None:
+    """The table of sections is the last thing in a file that a linker wrote."""
     header = file.read(64)
     if not header.startswith(b"\x7fELF"):
         raise OSError("not an ELF file")
+    (table,) = struct.unpack_from("<Q", header, 40)
+    entry_bytes, count = struct.unpack_from("<HH", header, 58)
+    if table + entry_bytes * count > size:
+        raise OSError("cut short")
+
+
+def _notes(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Offset and size of the note segments of a 64-bit ELF file."""
+    file.seek(0)
+    header = file.read(64)
     (table,) = struct.unpack_from("<Q", header, 32)
     entry_bytes, count = struct.unpack_from("<HH", header, 54)
     file.seek(table)

@@ -24,7 +24,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CompileError, HopsparseError
+from ..errors import CompileError
 from ..plan.spec import KernelSpec
 from ..settings import Settings
 from .cubin import Cubin
@@ -69,7 +69,7 @@ class Built:
     spec: KernelSpec
     cubin: Cubin | None
     was_cached: bool
-    error: HopsparseError | None = None
+    error: CompileError | None = None
 
 
 class KernelCache:
@@ -134,6 +134,9 @@ class KernelCache:
         Args:
             specs: The kernels; equal ones count once.
             workers: Threads; as many as there are processors if 0.
+
+        Raises:
+            UnsupportedError: There is no NVRTC, or it does not load: no kernel would fare better.
         """
         pool = ThreadPoolExecutor(workers or usable_cores(), "hopsparse-compile")
         try:
@@ -185,7 +188,7 @@ class KernelCache:
     def _build(self, spec: KernelSpec) -> Built:
         try:
             cubin, was_cached = self._get(spec)
-        except HopsparseError as error:
+        except CompileError as error:
             return Built(spec, None, was_cached=False, error=error)
         return Built(spec, cubin, was_cached)
 

@@ -36,6 +36,11 @@ from .cubin import (
 #: kernel uses.
 OPTIONS = ("--minimal", "--no-cache", "--no-source-include", "--ptxas-options=-v", "--std=c++17")
 _LIBRARY, _BUILTINS = "libnvrtc.so.13", "libnvrtc-builtins.so.13."
+_FUNCTIONS = (
+    *("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram", "nvrtcGetErrorString"),
+    *("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", "nvrtcGetPTXSize", "nvrtcGetPTX"),
+    *("nvrtcGetCUBINSize", "nvrtcGetCUBIN"),
+)
 _WAIT = "griddepcontrol.wait"
 _LINES_SHOWN = 3
 
@@ -119,7 +124,8 @@ def find_nvrtc() -> Path:
         UnsupportedError: There is none.
     """
     for folder in _folders():
-        if (path := folder / _LIBRARY).is_file():
+        # Not Path.is_file, which raises where a folder may not be read or a name is too long.
+        if os.path.isfile(path := folder / _LIBRARY):
             return path
     raise UnsupportedError(
         "NVRTC 13 is not installed",
@@ -207,10 +213,12 @@ class Nvrtc:
     def _library(self) -> Any:
         try:
             # NVRTC 13.0 does not look beside itself for its builtins.
-            for builtins in self.path.parent.glob(_BUILTINS + "*"):
-                ctypes.CDLL(str(builtins))
-            library = ctypes.CDLL(str(self.path))
-        except OSError as error:
+            for path in (*self.path.parent.glob(_BUILTINS + "*"), self.path):
+                build_id(path)  # which refuses what must not be loaded
+                library = ctypes.CDLL(str(path))
+            for name in _FUNCTIONS:
+                getattr(library, name)
+        except (OSError, AttributeError) as error:
             raise UnsupportedError(
                 f"{self.path} does not load ({error})",
                 need="NVRTC 13 for this machine",

@@ -57,6 +57,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """Write one row behind the others, at once: stopping the process later does not lose it.
 
     Raises:
+        CheckpointError: The file cannot be written; a full disk leaves whole rows.
         ValueError: The row holds NaN or infinity, which JSON does not have.
 
     Example:
@@ -67,12 +68,36 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         [{'us': 1.5}]
     """
     line = json.dumps(dict(row), allow_nan=False).encode() + b"\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        _drop_broken_end(file)
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            _drop_broken_end(file)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def check_can_append(path: Path) -> None:
+    """Refuse a file that no row can be written to, before anything is measured for it.
+
+    What is missing is made: the folder, and an empty file.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written ({error.strerror})", need="a file for rows", hint="another path"
+    )
 
 
 def read(path: Path) -> list[Row]:

@@ -16,6 +16,7 @@ from ..errors import ArgumentError
 ALL = "llm"
 # Its problems are also those of the models.
 _ANCHORS = "anchors"
+_LIMIT = 2**31
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,10 +43,11 @@ class Problem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if min(self.out, self.k, self.tokens) < 1:
+        sides = (self.out, self.k, self.tokens)
+        if min(sides) < 1 or max(sides) >= _LIMIT:
             raise ArgumentError(
                 f"a product of {self.tokens} tokens with [{self.out}, {self.k}]",
-                need="positive numbers",
+                need="positive numbers below 2^31",
                 hint="4096x4096 with 16 tokens",
             )
         if self.k % 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf
@@ -131,7 +132,8 @@ class Launch:
                 self._x_map(x, row),
                 self._values_map(values),
                 self._meta_map(meta),
-                SCALARS.pack(y, *added, alpha, *self.sizes),
+                # Beyond float32 it is infinite, as on the CPU.
+                SCALARS.pack(y, *added, ctypes.c_float(alpha).value, *self.sizes),
             )
         )
         return self.kernel.bind(self.grid, args, stream)

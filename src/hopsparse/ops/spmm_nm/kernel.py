@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from struct import Struct
+from typing import NoReturn
 
 from ...compiler.wgmma import sparse_product
 from ...errors import ArgumentError
@@ -17,6 +18,8 @@ MAP_BYTES = 128
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SMEM_BYTES = target("h200").smem_per_block
+_MOST_STAGES = 8
+_MOST_CLUSTER = 8  # more needs a kernel that says so when it is loaded
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,22 @@ class Config:
     Attributes:
         warpgroups: Consumers, 1 to 4.
         panels: Panels of 64 out-features each of them multiplies.
-        tokens: Tokens of a tile, a multiple of 16.
+        tokens: Tokens of a tile, a multiple of 16, 256 at most.
         units: Units of 64 columns of k in a stage.
-        stages: Stages of shared memory.
+        stages: Stages of shared memory, at least 2.
         cluster_out: Blocks that share their tokens.
         cluster_tokens: Blocks that share their weights.
 
     Raises:
-        ArgumentError: The kernel has no such tile. `spec_for` refuses what does not fit an SM.
+        ArgumentError: No block can work like that. What is left may still want more registers than
+            there are: the compiler says so.
+
+    Example:
+        >>> Config(2, 1, tokens=64, units=2, stages=20)
+        Traceback (most recent call last):
+        hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
+stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. Required: at most \
+232448. Try: stages=6.
     """
 
     warpgroups: int
@@ -45,25 +56,36 @@ class Config:
     cluster_tokens: int = 1
 
     def __post_init__(self) -> None:
-        least = (self.warpgroups, self.panels, self.units, self.cluster_out, self.cluster_tokens)
-        # One stage would wait for itself: a stage is let go when the next is under way. A block's
-        # slice of the tokens is whole blocks of 8 rows, which a swizzle permutes.
-        fits = (
-            min(least) >= 1
-            and self.stages >= 2
-            and self.warpgroups <= 4
-            and self.tokens % 16 == 0
-            and 16 <= self.tokens <= 256
-            and self.tokens % (8 * self.cluster_out) == 0
-            and 2 * self.units % self.cluster_tokens == 0
-        )
-        if not fits:
-            raise ArgumentError(
-                f"{self}",
-                need="1 to 4 warpgroups; 16 to 256 tokens in steps of 16, and of 8 for each of "
-                "cluster_out; two stages; 2 x units in whole shares of cluster_tokens",
-                hint="one of hopsparse.ops.spmm_nm.plan.CANDIDATES",
+        if any(type(value) is not int or value < 1 for value in astuple(self)):
+            self._refuse(
+                "", "positive whole numbers", "one of hopsparse.ops.spmm_nm.plan.CANDIDATES"
             )
+        warpgroup_registers(self.warpgroups)
+        if self.tokens % 16 or self.tokens > 256:
+            near = min(256, max(16, self.tokens // 16 * 16))
+            self._refuse("", "tokens that wgmma takes in steps of 16, up to 256", f"tokens={near}")
+        # With one stage the consumers, which keep a batch of wgmma in flight, would wait for ever.
+        if self.stages < 2:
+            self._refuse("", "a stage to fill while another is multiplied", "stages=2")
+        self._check_cluster()
+        if self.smem_bytes() > _SMEM_BYTES:
+            self._refuse(
+                f" with {self.smem_bytes()} bytes of shared memory",
+                f"at most {_SMEM_BYTES}",
+                f"stages={self.most_stages}" if self.most_stages > 1 else "a smaller tile",
+            )
+
+    def _check_cluster(self) -> None:
+        if self.cluster_out * self.cluster_tokens > _MOST_CLUSTER:
+            need = f"at most {_MOST_CLUSTER} blocks, which every GPU can schedule"
+            self._refuse("", f"a cluster of {need}", "cluster_out=2, cluster_tokens=1")
+        # A block loads its part of what is shared: whole atoms of the swizzle, whole steps of k.
+        if self.tokens % (8 * self.cluster_out) or 2 * self.units % self.cluster_tokens:
+            need = "parts of 8 tokens for each of cluster_out, of 32 columns for cluster_tokens"
+            self._refuse("", need, "cluster_out=1, cluster_tokens=1")
+
+    def _refuse(self, fact: str, need: str, hint: str) -> NoReturn:
+        raise ArgumentError(f"{self}{fact}", need=need, hint=hint)
 
     @property
     def out(self) -> int:
@@ -89,10 +111,18 @@ class Config:
         panels = self.warpgroups * self.panels
         return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512))
 
+    @property
+    def most_stages(self) -> int:
+        """Stages that shared memory holds, however many there are now."""
+        return (_SMEM_BYTES - self._store_bytes) // (self.stage_bytes + 16)
+
+    @property
+    def _store_bytes(self) -> int:
+        return 2 * self.warpgroups * self.store_tokens * 128
+
     def smem_bytes(self, *, direct: bool = False) -> int:
         """Dynamic shared memory of a block."""
-        store = 0 if direct else 2 * self.warpgroups * self.store_tokens * 128
-        return self.stages * (self.stage_bytes + 16) + store
+        return self.stages * (self.stage_bytes + 16) + (0 if direct else self._store_bytes)
 
 
 def deepest(config: Config) -> Config:
@@ -102,13 +132,7 @@ def deepest(config: Config) -> Config:
         >>> deepest(Config(2, 1, 256, 1, stages=2)).stages
         5
     """
-    for stages in range(8, 1, -1):
-        fitted = replace(config, stages=stages)
-        if fitted.smem_bytes() <= _SMEM_BYTES:
-            return fitted
-    raise ArgumentError(
-        f"tile {config.name}", need="two stages in shared memory", hint="a smaller tile"
-    )
+    return replace(config, stages=min(_MOST_STAGES, config.most_stages))
 
 
 #: What follows the three tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,

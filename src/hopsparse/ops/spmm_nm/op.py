@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float)
 
 
 def spmm_nm(
@@ -48,10 +50,10 @@ def spmm_nm(
             do not start on 16 bytes, or whose columns are no neighbours, are copied.
         bias: [out], dtype and device of w, or None.
         act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
-        alpha: What the product is multiplied by, before the bias.
+        alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
-        config: The tile of the kernel; None chooses one.
+        config: The kernel's tile; None chooses one, as torch.compile and gradients always do.
 
     Returns:
         [..., out], contiguous.
@@ -59,8 +61,8 @@ def spmm_nm(
     Raises:
         ArgumentError: Arguments do not fit each other.
         FormatError: Parts of w have the wrong shape or dtype.
-        UnsupportedError: Values are 8-bit; or a CUDA graph is being captured, and the kernel is not
-            loaded yet.
+        UnsupportedError: Values are 8-bit; a side is 2^31 - 1024 or longer; or a CUDA graph is
+            being captured, and the kernel is not loaded yet.
 
     Example:
         >>> w = NM.from_dense(torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, -1.0, 0.0, 0.0]]))
@@ -68,6 +70,8 @@ def spmm_nm(
         tensor([[3., 0.]])
     """
     activation, out_dtype = act or "none", out_dtype or x.dtype
+    if config is not None or type(alpha) not in _NUMBERS:
+        check_choices(alpha, config)
     has_kernel = check_operands("spmm_nm", w, x, bias)
     if activation != "none" or residual is not None or out_dtype is not x.dtype:
         check_epilogue(w.shape[0], x, activation, residual, out_dtype)
@@ -166,19 +170,16 @@ def _is_recorded() -> bool:
     return _modes_of_torch() > 0 or _traces()
 
 
-def _is_transformed() -> bool:
-    """Whether torch.func or a forward derivative is at work, for which the operator has no rule.
-
-    Tensors look plain under both, and a tangent would be lost without a word.
-    """
-    return _has_transforms() or _dual._current_level >= 0
-
-
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     """Refuse what `check_product` refuses; whether the kernel takes the rest.
 
+    Under torch.func and forward-mode differentiation it takes nothing; the dense product does.
     A call asks the tensors of w only whether they look as they did when they passed last.
     """
+    if is_transformed():
+        check_weight(op, w, NM)
+        check_inputs(op, w, x, bias)
+        return False
     traced_or_foreign = torch.compiler.is_compiling() or not isinstance(w, NM)
     if traced_or_foreign or not w.values.is_cuda or not _has_passed(op, w):
         check_weight(op, w, NM)
@@ -190,7 +191,17 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
         fits = bias.shape == (out,) and bias.dtype is dtype and bias.get_device() == device
     if not fits:
         check_inputs(op, w, x, bias)
-    return not _is_transformed()
+    return True
+
+
+def is_transformed() -> bool:
+    """Whether vmap, another transform of torch.func or forward-mode differentiation is at work.
+
+    Their tensors look like any other, and own no memory, or carry a tangent that a kernel drops.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _has_transforms() or _dual._current_level >= 0
 
 
 def plan(w: NM, x: Tensor) -> Plan:
@@ -210,7 +221,7 @@ def plan(w: NM, x: Tensor) -> Plan:
 def why_no_kernel(w: NM, x: Tensor) -> str | None:
     """What keeps the kernel from running, as a clause; None if nothing does."""
     if not x.is_cuda:
-        return "x is on the CPU"
+        return "x is on the CPU" if x.device.type == "cpu" else f"x is on {x.device.type}"
     if w.dtype not in _KERNEL_DTYPES:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if windows_of(w.pattern) != 1:
@@ -219,7 +230,7 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return "a part of w is not contiguous"
     if not _is_hopper(x.device.index):
         return "the GPU is no H100 or H200"
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if is_transformed():
         return "torch.func or a forward derivative is at work"
     return None
 
@@ -238,6 +249,27 @@ def _has_passed(op: str, w: NM) -> bool:
         return False
     w.__dict__["_passed"] = looks
     return True
+
+
+def check_choices(alpha: object, config: object) -> None:
+    """Refuse an `alpha` that is no number, and a `config` that is no tile.
+
+    Raises:
+        ArgumentError: It says which.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(
+            f"spmm_nm: config of type {type(config).__name__}",
+            need="a Config of hopsparse.ops.spmm_nm.kernel, or None",
+            hint="config=None, which chooses the fastest that is known",
+        )
+    # A tensor could change after its number was packed into the arguments of a launch.
+    if not torch.compiler.is_compiling() and not isinstance(alpha, Real):
+        raise ArgumentError(
+            f"spmm_nm: alpha of type {type(alpha).__name__}",
+            need="a number",
+            hint="alpha.item(), or x multiplied by it",
+        )
 
 
 def check_epilogue(

@@ -17,6 +17,7 @@ from ...measure.clock import Contender, gpu, time_side_by_side
 from ...measure.contest import Reference, cold_weights, first_and_last, largest_excess
 from ...measure.fault import wait_for
 from ...measure.timing import Timing
+from ...plan import KernelSpec
 from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
 from .cost import Problem
 from .kernel import Config
@@ -78,11 +79,13 @@ def tune_problem(
         What is known of the class by names of `named_candidates`, also from earlier runs.
 
     Raises:
-        UnsupportedError: There is no GPU.
+        UnsupportedError: There is no GPU, or it is no H100 or H200.
     """
+    from ...launch import device_facts
     from .device import forget_launches
 
     where = gpu(device)
+    device_facts(where.index).require(KernelSpec.arch)
     machine = machine_of(where.index)
     stands = measured_problem(problem)
     try:
