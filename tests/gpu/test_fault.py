@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 # An assertion on the device stands for any kernel that fails.
 _CHILD = """
@@ -38,7 +39,7 @@ _CALLS = {
 
 
 @pytest.mark.parametrize("call", _CALLS.values(), ids=_CALLS)
-def test_the_one_whose_kernel_failed_is_named(call: str) -> None:
+def test_the_one_whose_kernel_failed_is_named(call: str, device: torch.device) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _CHILD.format(call=call)], capture_output=True, text=True
     )

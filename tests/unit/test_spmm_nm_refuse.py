@@ -103,5 +103,5 @@ def test_most_stages_are_as_many_as_fit(config: Config) -> None:
 
 @pytest.mark.parametrize("sizes", [(2**31, 64, 64), (1, 2**31, 64), (1, 64, 2**31)])
 def test_sides_that_32_bits_do_not_count_are_refused(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(UnsupportedError, match="Required: sides below 2147482624"):
+    with pytest.raises(UnsupportedError, match="side of 2147483648. Required: at most 2147475456"):
         launch_for(Problem(*sizes), torch.bfloat16, Epilogue(torch.bfloat16), 0)
