@@ -59,7 +59,7 @@ def copy_package(folder: Path) -> Path:
     package.mkdir(parents=True)
     for name in ("compiler", "plan"):
         shutil.copytree(_PACKAGE / name, package / name)
-    for name in ("errors.py", "settings.py"):
+    for name in ("entry_folder.py", "errors.py", "settings.py"):
         shutil.copy(_PACKAGE / name, package / name)
     (package / "__init__.py").touch()
     write_kernels(package)

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import secrets
-import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -24,6 +21,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from ..entry_folder import EntryFolder
 from ..errors import CompileError
 from ..plan.spec import KernelSpec
 from ..settings import Settings
@@ -33,12 +31,8 @@ from .source import translation_unit
 
 #: Goes up when the layout of an entry, or what `Cubin` means, changes.
 SCHEMA = 1
-_ENTRY = ".kernel"
-_TEMPORARY = ".tmp"
-# No compilation takes this long: whoever wrote an older temporary file was killed.
-_ABANDONED_S = 3600
+_LOSS = "kernels cannot be kept in %s (%s) and are compiled again by every process"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_log = logging.getLogger(__name__)
 
 
 def cache_key(
@@ -99,7 +93,7 @@ class KernelCache:
         self._chosen = nvrtc
         self._root = root
         self._loaded: dict[KernelSpec, Cubin] = {}
-        self._has_swept = self._has_warned = False
+        self._files = EntryFolder(folder, ".kernel", _LOSS)
 
     @classmethod
     def default(cls) -> KernelCache:
@@ -122,7 +116,7 @@ class KernelCache:
             CompileError: A file of its text is not there.
             UnsupportedError: There is no NVRTC.
         """
-        return spec in self._loaded or self._read(self._path(self.key(spec))) is not None
+        return spec in self._loaded or self._read(self.key(spec)) is not None
 
     def compile_all(
         self, specs: Iterable[KernelSpec], workers: int = 0
@@ -157,7 +151,7 @@ class KernelCache:
 
     def entries(self) -> list[Path]:
         """The files of the folder that are entries, by name."""
-        return self._files(_ENTRY)
+        return self._files.entries()
 
     def size_bytes(self) -> int:
         """Size of all entries."""
@@ -167,7 +161,7 @@ class KernelCache:
         """Forget every kernel, in memory and on disk; gives the number of entries deleted."""
         self._loaded.clear()
         entries = self.entries()
-        for path in [*entries, *self._files(_TEMPORARY)]:
+        for path in [*entries, *self._files.unfinished()]:
             with suppress(OSError):
                 path.unlink()
         return len(entries) - len(self.entries())
@@ -175,15 +169,6 @@ class KernelCache:
     @property
     def _nvrtc(self) -> Nvrtc:
         return self._chosen or default_nvrtc()
-
-    def _path(self, key: str) -> Path:
-        return self.folder / (key + _ENTRY)
-
-    def _files(self, suffix: str) -> list[Path]:
-        try:
-            return sorted(path for path in self.folder.iterdir() if path.name.endswith(suffix))
-        except OSError:
-            return []
 
     def _build(self, spec: KernelSpec) -> Built:
         try:
@@ -197,12 +182,13 @@ class KernelCache:
         if (known := self._loaded.get(spec)) is not None:
             return known, True
         unit = translation_unit(spec, self._root)
-        path = self._path(cache_key(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc.version))
-        cubin = self._read(path)
+        key = cache_key(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc.version)
+        cubin = self._read(key)
         was_cached = cubin is not None
         if cubin is None:
             cubin = self._compile(spec, unit)
-            self._store(path, cubin)
+            # One that is there is of a quicker process, with the same bytes, or it is damaged.
+            self._files.write(key, encode(cubin, key), stays=lambda: self._read(key) is not None)
         _check(spec, cubin)
         self._loaded[spec] = cubin
         return cubin, was_cached
@@ -214,59 +200,10 @@ class KernelCache:
             got = f"{spec.op}/{spec.name}: {error.got}"
             raise CompileError(got, need=error.need, hint=error.hint) from None
 
-    def _read(self, path: Path) -> Cubin | None:
+    def _read(self, key: str) -> Cubin | None:
         """An entry; None if there is none, or if what is there is not whole."""
-        try:
-            return decode(path.read_bytes(), path.stem)
-        except OSError:
-            return None
-
-    def _store(self, path: Path, cubin: Cubin) -> None:
-        """Publish an entry; whatever prevents it is logged once and forgotten."""
-        temporary = self.folder / f".{secrets.token_hex(8)}{_TEMPORARY}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            with temporary.open("xb") as file:
-                file.write(encode(cubin, path.stem))
-                file.flush()
-                os.fsync(file.fileno())
-            self._publish(temporary, path)
-        except OSError as error:
-            self._warn(error)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-    def _publish(self, temporary: Path, path: Path) -> None:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            # Either another process was quicker, with the same bytes, or the file is damaged.
-            if self._read(path) is None:
-                temporary.replace(path)
-        except OSError:
-            # Some file systems have no hard links.
-            temporary.replace(path)
-
-    def _sweep(self) -> None:
-        """Delete what killed writers left, once for each cache."""
-        if self._has_swept:
-            return
-        self._has_swept = True
-        for path in self._files(_TEMPORARY):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "kernels cannot be kept in %s (%s) and are compiled again by every process",
-                self.folder,
-                error.strerror,
-            )
+        data = self._files.read(key)
+        return None if data is None else decode(data, key)
 
 
 @cache

@@ -15,29 +15,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-import os
-import secrets
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..compiler import translation_unit
+from ..entry_folder import EntryFolder
 from ..plan import KernelSpec
 from ..settings import Settings
 from .machine import Machine
 
 #: Goes up when the layout of an entry, or how a time is measured, changes.
 SCHEMA = 1
-_ENTRY, _TEMPORARY = ".json", ".tmp"
-_ABANDONED_S = 3600  # no writer takes this long: whoever left an older temporary file was killed
+_LOSS = "tuning results cannot be kept in %s (%s) and are lost with this process"
 _VERSION_DIGITS = 12
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[Key, Entry] = {}
-        self._has_swept = self._has_warned = False
+        self._files = EntryFolder(folder, ".json", _LOSS)
 
     @classmethod
     def default(cls) -> Store:
@@ -181,7 +175,8 @@ class Store:
         """
         entry = (self._read(key) or Entry(key)).merged(self.get(key).measured).merged(measured)
         self._known[key] = entry
-        self._write(entry)
+        # One that is there was merged into this one, or it is damaged.
+        self._files.write(key.name, encode(entry), stays=lambda: False)
 
     def replace(self, entry: Entry) -> None:
         """Know exactly this from now on; on disk what a file has already stays as it is."""
@@ -191,8 +186,7 @@ class Store:
     def entries(self, op: str, kernel: str, problem: str) -> list[Entry]:
         """What the folder has of a problem, for any machine; it reads every file."""
         try:
-            paths = sorted(path for path in self.folder.iterdir() if path.suffix == _ENTRY)
-            found = [parse(path.read_bytes()) for path in paths]
+            found = [parse(path.read_bytes()) for path in self._files.entries()]
         except OSError:
             return []
         wanted = (op, kernel, problem)
@@ -206,59 +200,9 @@ class Store:
         """Look at the disk again for every key."""
         self._known.clear()
 
-    def _path(self, key: Key) -> Path:
-        return self.folder / (key.name + _ENTRY)
-
     def _read(self, key: Key) -> Entry | None:
-        try:
-            return decode(self._path(key).read_bytes(), key)
-        except OSError:
-            return None
-
-    def _write(self, entry: Entry) -> None:
-        """Publish an entry; whatever prevents it is logged once and forgotten."""
-        path = self._path(entry.key)
-        temporary = self.folder / f".{secrets.token_hex(8)}{_TEMPORARY}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            with temporary.open("xb") as file:
-                file.write(encode(entry))
-                file.flush()
-                os.fsync(file.fileno())
-            self._publish(temporary, path)
-        except OSError as error:
-            self._warn(error)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-    def _publish(self, temporary: Path, path: Path) -> None:
-        try:
-            os.link(temporary, path)
-        except OSError:
-            # There is one already, which this one was merged with, or it is damaged; or the file
-            # system has no hard links.
-            temporary.replace(path)
-
-    def _sweep(self) -> None:
-        """Delete what killed writers left, once for each store."""
-        if self._has_swept:
-            return
-        self._has_swept = True
-        for path in self.folder.glob(f".*{_TEMPORARY}"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "tuning results cannot be kept in %s (%s) and are lost with this process",
-                self.folder,
-                error.strerror,
-            )
+        data = self._files.read(key.name)
+        return None if data is None else decode(data, key)
 
 
 def encode(entry: Entry) -> bytes:
