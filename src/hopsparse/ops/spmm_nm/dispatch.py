@@ -15,8 +15,8 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern
-from .._product import gather_kept
-from .reference import apply_activation, decode, spmm_nm
+from .._product import decompress, gather_kept
+from .reference import apply_activation, spmm_nm
 
 
 def traced(
@@ -119,7 +119,7 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     scaled = grad if alpha == 1.0 else grad * alpha
     grad_values = grad_x = grad_bias = None
     if needs[1]:
-        grad_x = scaled @ decode(values, meta, (out, k))
+        grad_x = scaled @ decompress(_matrix([values, meta], out, x))
     if needs[0][0]:
         dense = scaled.reshape(-1, out).T @ x.reshape(-1, k)
         (grad_values,) = gather_kept(dense, [values, meta], "nm", out, k, "{'pattern': '2:4'}")

@@ -61,7 +61,7 @@ def spmm_nm(
     Raises:
         ArgumentError: Arguments do not fit each other.
         FormatError: Parts of w have the wrong shape or dtype.
-        UnsupportedError: Values are 8-bit; a side is 2^31 - 1024 or longer; or a CUDA graph is
+        UnsupportedError: Values are 8-bit; a side is longer than 2^31 - 2^13; or a CUDA graph is
             being captured, and the kernel is not loaded yet.
 
     Example:
@@ -210,10 +210,9 @@ def plan(w: NM, x: Tensor) -> Plan:
         return Plan("spmm_nm", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm", "dense", f"{reason}; w is decoded at every call")
-    tokens, sms = x.numel() // max(1, x.shape[-1]), _sm_count(x.device.index)
+    tokens, machine = x.numel() // max(1, x.shape[-1]), machine_of(x.device.index)
     problem, dtype = Problem(max(1, tokens), *w.shape), str(w.dtype).removeprefix("torch.")
-    machine = machine_of(x.device.index)
-    config = choose(problem, sms, dtype=dtype, machine=machine)
+    config = choose(problem, machine.sm_count, dtype=dtype, machine=machine)
     how = "predicted" if tuned(problem, dtype, machine) is None else "tuned"
     return Plan("spmm_nm", "kernel", f"wgmma.sp, tile {config.name}, {how}; gradients run dense")
 
@@ -312,8 +311,3 @@ def _is_hopper(device: int) -> bool:
     if known is None:
         known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)
     return known
-
-
-@cache
-def _sm_count(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,15 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...formats.nm import NM
-from ...formats.pattern import NMPattern
 from .._product import decompress, product
 
-__all__ = ["apply_activation", "decode", "spmm_nm"]
-
-
-def decode(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The dense [rows, cols] of the parts of a 2:4 matrix."""
-    return decompress(NM(shape, values, meta, NMPattern(2, 4)))
+__all__ = ["apply_activation", "spmm_nm"]
 
 
 def apply_activation(y: Tensor, activation: str) -> Tensor:
