@@ -63,3 +63,20 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
+
+// The same where no memory has to be seen by the others: it costs no fence.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
+}
+
+// To the shared memory of another block, counted as 16 bytes of a barrier of that block; both are
+// addresses of the cluster.
+__device__ __forceinline__ void store_async_x4(u32 address, u32 bar, float a, float b, float c,
+                                               float d) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, "
+      "[%1];" ::"r"(address),
+      "r"(bar), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
+}

@@ -21,6 +21,8 @@ _L2_BYTES = 80.0  # that one SM gets in a clock
 _LEAST_CLOCKS = 140.0  # of a unit
 _UNIT_NORM = 6.7
 _TILE_CLOCKS, _PIECE_CLOCKS = 1212.0, 2.2  # of a tile, and of 64 x 16 of it
+_PARTS_CLOCKS = 1000.0  # of adding the parts of a tile
+_LEAST_STAGES = 4
 _MEMORY_BYTES_US = 4.15e6
 _FIXED_US = 1.8
 _TOTAL_NORM = 3.0
@@ -35,11 +37,18 @@ class Problem:
     k: int
 
 
+def stages_of_k(config: Config, problem: Problem) -> int:
+    """Stages that a block walks: its part of k, rounded up to an even number."""
+    stages = ceil(problem.k / (UNIT * config.units * config.cluster_k))
+    return stages + stages % 2
+
+
 def fills_cluster(config: Config, problem: Problem) -> bool:
-    """Whether every block of a cluster has a tile of y; idle ones only slow the others down."""
+    """Whether every block of a cluster has work; idle ones only slow the others down."""
     return (
         ceil(problem.tokens / config.tokens) >= config.cluster_tokens
         and ceil(problem.out / config.out) >= config.cluster_out
+        and (config.cluster_k == 1 or stages_of_k(config, problem) >= _LEAST_STAGES)
     )
 
 
@@ -48,9 +57,8 @@ def blocks_at_once(config: Config, sm_count: int) -> int:
 
     Clusters of 4 do not fill the chip: its SMs come in groups of 16 and 18 (30 on an H200).
     """
-    cluster = config.cluster_out * config.cluster_tokens
-    usable = sm_count if cluster <= 2 else sm_count * 120 // 132
-    return usable // cluster * cluster
+    usable = sm_count if config.cluster <= 2 else sm_count * 120 // 132
+    return usable // config.cluster * config.cluster
 
 
 def tiles(config: Config, problem: Problem) -> int:
@@ -72,10 +80,11 @@ def unit_clocks(config: Config, tokens: int) -> float:
 
 def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
     """Device time of one product."""
-    waves = ceil(tiles(config, problem) / blocks_at_once(config, sm_count))
-    stages = ceil(problem.k / (UNIT * config.units))
-    units = (stages + stages % 2) * config.units
+    waves = ceil(tiles(config, problem) * config.cluster_k / blocks_at_once(config, sm_count))
+    units = stages_of_k(config, problem) * config.units
     tile = _TILE_CLOCKS + _PIECE_CLOCKS * config.out // 64 * config.tokens / 16
+    if config.cluster_k > 1:
+        tile += _PARTS_CLOCKS
     clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
     moved = problem.out * (problem.k * 1.125 + problem.tokens * 2)
     return _FIXED_US + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)

@@ -25,6 +25,7 @@ from ...launch import (
     max_active_clusters,
 )
 from ...tune import machine_of
+from .cost import stages_of_k
 from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
@@ -214,19 +215,21 @@ def launch_for(
         direct=direct,
     )
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
-    cluster = config.cluster_out * config.cluster_tokens
     out_tiles = ceil(ceil(problem.out / config.out) / config.cluster_out)
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
-    stages = ceil(problem.k / (UNIT * config.units))
     group = max(1, _RASTER_TOKENS // (config.tokens * config.cluster_tokens))
     group = min(group, token_tiles)  # times out_tiles it must stay in 32 bits
+    # A cluster that shares a tile has this one only; all others walk over tiles.
+    clusters = out_tiles * token_tiles
+    if config.cluster_k == 1:
+        clusters = min(clusters, max_active_clusters(kernel))
     return Launch(
         kernel,
         config,
         problem,
         _ELEMENTS[dtype],
-        min(out_tiles * token_tiles, max_active_clusters(kernel)) * cluster,
-        (problem.tokens, problem.out, stages + stages % 2, out_tiles, token_tiles, group),
+        clusters * config.cluster,
+        (problem.tokens, problem.out, stages_of_k(config, problem), out_tiles, token_tiles, group),
     )
 
 

@@ -5,7 +5,7 @@
 //   consumers  Config::kWarpgroups warpgroups, each kPanels panels of 64 out-features x kTokens
 //   producer   one thread, which keeps kStages stages of kUnits x 64 columns of k filled by TMA
 //   cluster    kClusterOut blocks share their tokens, kClusterTokens blocks their weights: each
-//              loads a slice and multicasts it
+//              loads a slice and multicasts it; kClusterK blocks share a tile, each a part of k
 //   grid       persistent; tiles in the order of tile/raster.cuh
 // Bound: tensor cores from some hundred tokens on, weight bytes below. Measured:
 // docs/ops/spmm_nm.md.
@@ -56,10 +56,34 @@ struct Smem {
   static constexpr u32 kMetaAt = kStoreAt + 2 * C::kWarpgroups * kStore;
   static constexpr u32 kFullAt = kMetaAt + C::kStages * kMeta;
   static constexpr u32 kEmptyAt = kFullAt + C::kStages * 8;
-  static constexpr u32 kBytes = kEmptyAt + C::kStages * 8;
+  static constexpr u32 kPartsAt = kEmptyAt + C::kStages * 8;
+  static constexpr u32 kBytes = kPartsAt + (C::kClusterK > 1 ? 8 : 0);
+
+  // Sums of another block's part of k, where stages were.
+  static constexpr u32 kPart = kPanels * 64 * C::kTokens * 4;
+  static_assert((C::kClusterK - 1) * kPart <= kStoreAt);
 };
 
 // ---- Barriers ----------------------------------------------------------------------------------
+
+// Blocks of a cluster that share a part of k, and all of them.
+template <class C>
+constexpr int kShare = C::kClusterOut * C::kClusterTokens;
+template <class C>
+constexpr int kBlocks = kShare<C> * C::kClusterK;
+
+// Where a block stands in its cluster.
+template <class C>
+struct Place {
+  u32 out, tokens, part, first;  // the last: rank of the first block of its part of k
+
+  __device__ __forceinline__ explicit Place(u32 rank) {
+    out = rank % C::kClusterOut;
+    tokens = rank / C::kClusterOut % C::kClusterTokens;
+    part = rank / kShare<C>;
+    first = part * kShare<C>;
+  }
+};
 
 // Blocks whose stages this block fills too: those of its row and of its column in the cluster.
 template <class C>
@@ -74,6 +98,10 @@ __device__ __forceinline__ void init_barriers(u32 smem) {
       mbarrier_init(smem + S::kFullAt + s * 8, 1);
       mbarrier_init(smem + S::kEmptyAt + s * 8, 4 * C::kWarpgroups * kReaders<C>);
     }
+    if constexpr (C::kClusterK > 1) {
+      mbarrier_init(smem + S::kPartsAt, 1);
+      mbarrier_expect(smem + S::kPartsAt, (C::kClusterK - 1) * S::kPart);
+    }
     mbarrier_init_fence();
   }
 }
@@ -81,16 +109,15 @@ __device__ __forceinline__ void init_barriers(u32 smem) {
 // What this lane tells when its warp is done with a stage: the empty barrier of one block that
 // fills it. Lanes past the last of them tell nothing.
 template <class C>
-__device__ __forceinline__ u32 release_address(u32 smem, u32 rank) {
+__device__ __forceinline__ u32 release_address(u32 smem, Place<C> at) {
   const u32 lane = threadIdx.x % 32, empty = smem + Smem<C>::kEmptyAt;
   if constexpr (kReaders<C> == 1) return empty;
-  const u32 out = rank % C::kClusterOut, tokens = rank / C::kClusterOut;
-  u32 block = lane + tokens * C::kClusterOut;  // the blocks that share my tokens
-  if (lane >= C::kClusterOut) {                // and those that share my weights
+  u32 block = lane + at.tokens * C::kClusterOut;  // the blocks that share my tokens
+  if (lane >= C::kClusterOut) {                   // and those that share my weights
     const u32 other = lane - C::kClusterOut;
-    block = out + (other < tokens ? other : other + 1) * C::kClusterOut;
+    block = at.out + (other < at.tokens ? other : other + 1) * C::kClusterOut;
   }
-  return cluster_address(empty, lane < kReaders<C> ? block : rank);
+  return cluster_address(empty, at.first + (lane < kReaders<C> ? block : 0));
 }
 
 template <class C>
@@ -108,58 +135,59 @@ __device__ __forceinline__ void release(u32 address, u32 stage) {
 
 // One stage: this block's slice of what it shares, to all who share it, and its own indices.
 template <class C>
-__device__ __forceinline__ void fill_stage(const Args& args, u32 smem, u32 rank, u32 stage, int k,
-                                           TileAt tile) {
+__device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> at, u32 stage,
+                                           int k, TileAt tile) {
   using S = Smem<C>;
   constexpr int kRows = C::kTokens / C::kClusterOut, kSteps = 2 * C::kUnits / C::kClusterTokens;
   const u32 bar = smem + S::kFullAt + stage * 8;
-  const u32 out = rank % C::kClusterOut, tokens = rank / C::kClusterOut;
-  const int unit = k * C::kUnits, panel = tile.out * S::kPanels;
+  const int unit = (at.part * args.stages_of_k + k) * C::kUnits, panel = tile.out * S::kPanels;
   mbarrier_expect(bar, S::kStageBytes);
 
-  const u32 x = smem + stage * S::kX + out * kRows * kTokenBytes;
+  const u32 x = smem + stage * S::kX + at.out * kRows * kTokenBytes;
   const u32 values =
-      smem + S::kValuesAt + stage * S::kValues + tokens * kSteps * S::kPanels * kStepBytes;
-  const int step = 2 * unit + tokens * kSteps, token = tile.tokens * C::kTokens + out * kRows;
+      smem + S::kValuesAt + stage * S::kValues + at.tokens * kSteps * S::kPanels * kStepBytes;
+  const int step = 2 * unit + at.tokens * kSteps;
+  const int token = tile.tokens * C::kTokens + at.out * kRows;
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
-    const u32 at = x + u * C::kTokens * kTokenBytes;
+    const u32 to = x + u * C::kTokens * kTokenBytes;
     if constexpr (C::kClusterOut == 1) {
-      tma_load(at, args.x, bar, (unit + u) * 64, token);
+      tma_load(to, args.x, bar, (unit + u) * 64, token);
     } else {
-      const u16 mask = ((1 << C::kClusterOut) - 1) << tokens * C::kClusterOut;
-      tma_load_multicast(at, args.x, bar, mask, (unit + u) * 64, token);
+      const u16 mask = ((1 << C::kClusterOut) - 1) << (at.first + at.tokens * C::kClusterOut);
+      tma_load_multicast(to, args.x, bar, mask, (unit + u) * 64, token);
     }
   }
   if constexpr (C::kClusterTokens == 1) {
     tma_load(values, args.values, bar, 0, panel, step);
   } else {
     u16 mask = 0;
-    for (int i = 0; i < C::kClusterTokens; ++i) mask |= 1 << (out + i * C::kClusterOut);
+    for (int i = 0; i < C::kClusterTokens; ++i) {
+      mask |= 1 << (at.first + at.out + i * C::kClusterOut);
+    }
     tma_load_multicast(values, args.values, bar, mask, 0, panel, step);
   }
   tma_load(smem + S::kMetaAt + stage * S::kMeta, args.meta, bar, 0, unit, panel);
 }
 
 template <class C>
-__device__ __forceinline__ TileAt tile_at(const Args& args, int index, u32 rank) {
-  const TileAt at = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
-  return {at.out * C::kClusterOut + int(rank % C::kClusterOut),
-          at.tokens * C::kClusterTokens + int(rank / C::kClusterOut)};
+__device__ __forceinline__ TileAt tile_at(const Args& args, int index, Place<C> at) {
+  const TileAt tile = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
+  return {tile.out * C::kClusterOut + int(at.out),
+          tile.tokens * C::kClusterTokens + int(at.tokens)};
 }
 
 template <class C>
-__device__ __forceinline__ void produce(const Args& args, u32 smem, u32 rank) {
-  constexpr int kBlocks = C::kClusterOut * C::kClusterTokens;
-  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks;
+__device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at) {
+  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks<C>;
   Ring<C::kStages> ring;
   ring.parity = 1;  // of the phase before the first: every stage starts empty
-  for (int index = blockIdx.x / kBlocks; index < tiles; index += step) {
-    const TileAt tile = tile_at<C>(args, index, rank);
+  for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
+    const TileAt tile = tile_at<C>(args, index, at);
 #pragma unroll 1
     for (int k = 0; k < args.stages_of_k; ++k) {
       mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);
-      fill_stage<C>(args, smem, rank, ring.stage, k, tile);
+      fill_stage<C>(args, smem, at, ring.stage, k, tile);
       ring.advance();
     }
   }
@@ -220,188 +248,54 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
   ring.advance();
 }
 
-// ---- Epilogue ----------------------------------------------------------------------------------
-//
-// A panel leaves in pieces of kStoreTokens tokens, packed into words first.
-//
-// Tried and slower: to keep a tile's words in registers and send a piece after each of the next
-// tile's first stages, with one or two stages of wgmma in flight (195 to 197 k clocks against 187
-// k, 4096^3). Page 0005 of docs/design has the table.
+}  // namespace spmm_nm
 
-template <class C>
-struct Pieces {
-  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
-  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
-};
+#include "./epilogue.cuh"
 
-template <class C>
-__device__ __forceinline__ float finish(const Args& args, float sum, float bias) {
-  return activate<C::kActivation>(args.alpha * sum + bias);
-}
-
-// Where this thread's sums of one panel of a tile lie in y, and the biases of its two rows.
-template <class C>
-struct PanelAt {
-  int out0, token0;
-  float bias[2] = {0.0f, 0.0f};
-
-  __device__ __forceinline__ PanelAt(const Args& args, TileAt tile, u32 wg, int panel) {
-    out0 = (tile.out * Smem<C>::kPanels + wg * C::kPanels + panel) * 64;
-    token0 = tile.tokens * C::kTokens;
-    if (args.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row(i) < args.out) bias[i] = load_value<C::kIn>(args.bias, row(i));
-      }
-    }
-  }
-  __device__ __forceinline__ int row(int half) const {
-    return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
-  }
-  __device__ __forceinline__ int column() const { return token0 + threadIdx.x % 4 * 2; }
-};
-
-// The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
-// With a residual they hold its words before.
-template <class C>
-__device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kTokens / 2],
-                                           const PanelAt<C>& at, int s, u32* words) {
-  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
-#pragma unroll
-  for (int i = 0; i < Pieces<C>::kWords; ++i) {
-    const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
-    float low = finish<C>(args, d[sum], at.bias[i % 2]);
-    float high = finish<C>(args, d[sum + 1], at.bias[i % 2]);
-    if constexpr (C::kResidual) {
-      low += unpack<C::kOut>(words[i]);
-      high += unpack<C::kOut>(words[i] >> 16);
-    }
-    words[i] = pack<C::kOut>(low, high);
-  }
-}
-
-// A piece is written to shared memory in the fragments' order, transposed, and read back as rows of
-// 64 out-features, which leave as whole lines. The pieces of a warpgroup alternate between its two
-// buffers, `turn` counts them: the barrier of a piece also says that the piece before it was read.
-// No TMA store: the fence it needs waits for the wgmma in flight.
-template <class C>
-__device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
-  return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
-}
-
-// This lane's address in the 16 tokens x 16 out-features that one instruction writes. Tokens are
-// 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a bank.
-template <class C>
-__device__ __forceinline__ u32 piece_address(u32 smem, u32 wg, u32 turn) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
-         ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-}
-
-template <class C>
-__device__ __forceinline__ void write_words(const u32* words, u32 address) {
-#pragma unroll
-  for (int j = 0; j < Pieces<C>::kWords; j += 4) {
-    store_transposed_x4<0>(address + j * 512, words[j], words[j + 1], words[j + 2], words[j + 3]);
-  }
-}
-
-// The 16 bytes of y, and of a piece, that this thread moves in round `i`; null outside y.
-template <class C>
-struct Line {
-  long long at;
-  u32 shared;
-  bool exists;
-
-  __device__ __forceinline__ Line(const Args& args, u32 buffer, int out0, int token0, int i) {
-    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8 + i * 16;
-    at = (long long)(token0 + row) * args.out + out0 + chunk * 8;
-    shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
-    exists = token0 + row < args.tokens && out0 + chunk * 8 < args.out;
-  }
-};
-
-template <class C>
-__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out0,
-                                           int token0) {
-  named_barrier<128>(1 + wg);
-  const u32 buffer = piece_buffer<C>(smem, wg, turn++);
-#pragma unroll
-  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
-    const Line<C> line(args, buffer, out0, token0, i);
-    const uint4 words = load_shared_x4(line.shared);
-    if (line.exists) *reinterpret_cast<uint4*>(static_cast<u16*>(args.y) + line.at) = words;
-  }
-}
-
-// The words of the residual where a piece will be written, by the way back.
-template <class C>
-__device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
-                                               int out0, int token0, u32* words) {
-  const u16* residual = static_cast<const u16*>(args.residual);
-  const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
-#pragma unroll
-  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
-    const Line<C> line(args, buffer, out0, token0, i);
-    uint4 found = {0, 0, 0, 0};
-    if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
-    store_shared_x4(line.shared, found);
-  }
-  named_barrier<128>(1 + wg);
-#pragma unroll
-  for (int j = 0; j < Pieces<C>::kWords; j += 4) load_transposed_x4(words + j, address + j * 512);
-}
-
-// Where lines cannot be written: y of float32, or rows that are no multiple of 16 bytes.
-template <class C>
-__device__ __forceinline__ void store_panel_directly(const Args& args,
-                                                     const float (&d)[C::kTokens / 2],
-                                                     const PanelAt<C>& at) {
-#pragma unroll
-  for (int i = 0; i < C::kTokens / 2; ++i) {
-    const int token = at.column() + i / 4 * 8 + i % 2, out = at.row(i / 2 % 2);
-    if (token < args.tokens && out < args.out) {
-      const long long place = (long long)token * args.out + out;
-      float v = finish<C>(args, d[i], at.bias[i / 2 % 2]);
-      if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
-      store_value<C::kOut>(args.y, place, v);
-    }
-  }
-}
-
-template <class C>
-__device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                           u32& turn, TileAt tile) {
-#pragma unroll
-  for (int p = 0; p < C::kPanels; ++p) {
-    const PanelAt<C> at(args, tile, wg, p);
-    if constexpr (C::kDirect) {
-      store_panel_directly<C>(args, d[p], at);
-    } else {
-#pragma unroll
-      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
-        u32 words[Pieces<C>::kWords];
-        if constexpr (C::kResidual) {
-          fetch_residual<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens, words);
-        }
-        pack_piece<C>(args, d[p], at, s, words);
-        write_words<C>(words, piece_address<C>(smem, wg, turn));
-        send_piece<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens);
-      }
-    }
-  }
-}
+namespace spmm_nm {
 
 // ---- Consumer ----------------------------------------------------------------------------------
 
+// The parts of k of one tile become one sum, in the first block, which then has the tile: parts 1,
+// 2 and on are added in this order, whoever comes first. A cluster of this kind has one tile, so
+// that nothing is loaded any more where the parts arrive.
 template <class C>
-__device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u32 wg) {
-  constexpr int kBlocks = C::kClusterOut * C::kClusterTokens;
-  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks;
-  const u32 freed = release_address<C>(smem, rank);
+__device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C> at) {
+  using S = Smem<C>;
+  constexpr u32 kOfWarpgroup = S::kPart / C::kWarpgroups;
+  const u32 mine = smem + wg * kOfWarpgroup + threadIdx.x % 128 * 16;
+  cluster_sync_relaxed();  // no block reads its stages any more
+  if (at.part > 0) {
+    const u32 rank = at.tokens * C::kClusterOut + at.out;
+    const u32 to = cluster_address(mine + (at.part - 1) * S::kPart, rank);
+    const u32 bar = cluster_address(smem + S::kPartsAt, rank);
+#pragma unroll
+    for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
+      const float* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      store_async_x4(to + i / 4 * 2048, bar, sums[0], sums[1], sums[2], sums[3]);
+    }
+    return;
+  }
+  mbarrier_wait(smem + S::kPartsAt, 0);
+#pragma unroll 1
+  for (int part = 0; part < C::kClusterK - 1; ++part) {
+#pragma unroll
+    for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
+      float* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      const uint4 other = load_shared_x4(mine + part * S::kPart + i / 4 * 2048);
+      sums[0] += __uint_as_float(other.x), sums[1] += __uint_as_float(other.y);
+      sums[2] += __uint_as_float(other.z), sums[3] += __uint_as_float(other.w);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at, u32 wg) {
+  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks<C>;
+  const u32 freed = release_address<C>(smem, at);
   Ring<C::kStages> ring;
   u32 turn = 0;
-  for (int index = blockIdx.x / kBlocks; index < tiles; index += step) {
+  for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
     Sums<C> d;
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) {
@@ -421,15 +315,19 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, u32 rank, u3
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) settle(d[p], 0, C::kTokens / 2);
     release<C>(freed, ring.previous());
-    store_tile<C>(args, d, smem, wg, turn, tile_at<C>(args, index, rank));
+    if constexpr (C::kClusterK > 1) {
+      add_parts<C>(d, smem, wg, at);
+      if (at.part > 0) return;
+    }
+    store_tile<C>(args, d, smem, wg, turn, tile_at<C>(args, index, at));
   }
 }
 
 template <class C>
 __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
-  constexpr bool kCluster = C::kClusterOut * C::kClusterTokens > 1;
+  constexpr bool kCluster = kBlocks<C> > 1;
   const u32 smem = shared_address(dynamic);
-  const u32 rank = kCluster ? cluster_rank() : 0;
+  const Place<C> at(kCluster ? cluster_rank() : 0);
   if (smem % 1024 != 0) __trap();  // swizzled tiles start on 1024 bytes
   init_barriers<C>(smem);
   if constexpr (kCluster) {
@@ -440,11 +338,12 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   const u32 wg = uniform(threadIdx.x / 128);
   if (wg == C::kWarpgroups) {
     keep_registers<C::kProducerRegisters>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) produce<C>(args, smem, rank);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) produce<C>(args, smem, at);
     __syncwarp();
+    if constexpr (C::kClusterK > 1) cluster_sync_relaxed();  // that of add_parts
   } else {
     take_registers<C::kConsumerRegisters>();
-    consume<C>(args, smem, rank, wg);
+    consume<C>(args, smem, at, wg);
   }
   // Blocks of the cluster still write here and arrive on barriers of this one.
   if constexpr (kCluster) cluster_sync();

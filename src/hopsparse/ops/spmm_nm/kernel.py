@@ -34,6 +34,7 @@ class Config:
         stages: Stages of shared memory, at least 2.
         cluster_out: Blocks that share their tokens.
         cluster_tokens: Blocks that share their weights.
+        cluster_k: Blocks that share a tile, each a part of k.
 
     Raises:
         ArgumentError: No block can work like that. What is left may still want more registers than
@@ -43,7 +44,7 @@ class Config:
         >>> Config(2, 1, tokens=64, units=2, stages=20)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
-stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. Required: at most \
+stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1) with 713024 bytes of shared memory. Required: at most \
 232448. Try: stages=6.
     """
 
@@ -54,6 +55,12 @@ stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. 
     stages: int
     cluster_out: int = 1
     cluster_tokens: int = 1
+    cluster_k: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_out * self.cluster_tokens * self.cluster_k
 
     def __post_init__(self) -> None:
         if any(type(value) is not int or value < 1 for value in astuple(self)):
@@ -76,7 +83,7 @@ stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. 
             )
 
     def _check_cluster(self) -> None:
-        if self.cluster_out * self.cluster_tokens > _MOST_CLUSTER:
+        if self.cluster > _MOST_CLUSTER:
             need = f"at most {_MOST_CLUSTER} blocks, which every GPU can schedule"
             self._refuse("", f"a cluster of {need}", "cluster_out=2, cluster_tokens=1")
         # A block loads its part of what is shared: whole atoms of the swizzle, whole steps of k.
@@ -98,6 +105,7 @@ stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. 
         return (
             f"{self.out}x{self.tokens}x{UNIT * self.units}_w{self.warpgroups}_s{self.stages}"
             f"_c{self.cluster_out}x{self.cluster_tokens}"
+            + (f"x{self.cluster_k}" if self.cluster_k > 1 else "")
         )
 
     @property
@@ -114,7 +122,7 @@ stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. 
     @property
     def most_stages(self) -> int:
         """Stages that shared memory holds, however many there are now."""
-        return (_SMEM_BYTES - self._store_bytes) // (self.stage_bytes + 16)
+        return (_SMEM_BYTES - self._store_bytes - 8) // (self.stage_bytes + 16)
 
     @property
     def _store_bytes(self) -> int:
@@ -122,7 +130,9 @@ stages=20, cluster_out=1, cluster_tokens=1) with 713024 bytes of shared memory. 
 
     def smem_bytes(self, *, direct: bool = False) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages * (self.stage_bytes + 16) + (0 if direct else self._store_bytes)
+        parts = 8 if self.cluster_k > 1 else 0
+        store = 0 if direct else self._store_bytes
+        return self.stages * (self.stage_bytes + 16) + store + parts
 
 
 def deepest(config: Config) -> Config:
@@ -176,7 +186,7 @@ def spec_for(
         text=_text(config, dtype, out_dtype, activation, residual, direct),
         entry="spmm_nm_kernel",
         threads=128 * (config.warpgroups + 1),
-        cluster=(config.cluster_out * config.cluster_tokens, 1, 1),
+        cluster=(config.cluster, 1, 1),
         smem_bytes=config.smem_bytes(direct=direct),
         args_bytes=ARGS_BYTES,
     )
@@ -190,14 +200,13 @@ def _text(
     """What follows kernel.cuh: its Config, and the entry."""
     producer, consumer = warpgroup_registers(config.warpgroups)
     threads = 128 * (config.warpgroups + 1)
-    cluster = config.cluster_out * config.cluster_tokens
     return f"""
 struct Config {{
   static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
   static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
   static constexpr int kStages = {config.stages}, kStoreTokens = {config.store_tokens};
   static constexpr int kClusterOut = {config.cluster_out};
-  static constexpr int kClusterTokens = {config.cluster_tokens};
+  static constexpr int kClusterTokens = {config.cluster_tokens}, kClusterK = {config.cluster_k};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
   static constexpr Activation kActivation = Activation::{activation};
@@ -209,7 +218,7 @@ static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)
               "shared memory of kernel.cuh and of plan.py differ");
 extern __shared__ __align__(1024) u8 dynamic_smem[];
 
-extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({threads}, 1)
+extern "C" __global__ void __cluster_dims__({config.cluster}, 1, 1) __launch_bounds__({threads}, 1)
     spmm_nm_kernel(const __grid_constant__ spmm_nm::Args args) {{
   spmm_nm::run<Config>(args, dynamic_smem);
 }}

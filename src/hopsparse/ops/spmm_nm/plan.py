@@ -33,7 +33,7 @@ SASS = ("HGMMA.SP", "UTMALDG", "USETMAXREG")
 
 
 def _tile(
-    warpgroups: int, panels: int, tokens: int, units: int, cluster: tuple[int, int] = (1, 1)
+    warpgroups: int, panels: int, tokens: int, units: int, cluster: tuple[int, ...] = (1, 1)
 ) -> Config:
     return deepest(Config(warpgroups, panels, tokens, units, 2, *cluster))
 
@@ -60,6 +60,14 @@ CANDIDATES: tuple[Config, ...] = (
     _tile(1, 1, 32, 2),
     _tile(2, 1, 16, 2),
     _tile(1, 1, 16, 2),
+    _tile(2, 1, 128, 2, (2, 1, 2)),
+    _tile(2, 1, 128, 2, (1, 1, 2)),
+    _tile(2, 1, 64, 2, (1, 2, 2)),
+    _tile(2, 1, 64, 2, (1, 1, 2)),
+    _tile(1, 1, 64, 2, (1, 1, 2)),
+    _tile(1, 1, 32, 2, (1, 1, 2)),
+    _tile(1, 1, 16, 2, (1, 1, 2)),
+    _tile(1, 1, 16, 2, (1, 1, 4)),
 )
 
 

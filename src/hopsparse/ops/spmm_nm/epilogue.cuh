@@ -1,0 +1,177 @@
+// The epilogue of spmm_nm: sums in registers to y[tokens, out]. Needs Args, Smem and Sums of
+// kernel.cuh, which includes it where they are known.
+#pragma once
+
+namespace spmm_nm {
+
+// A panel leaves in pieces of kStoreTokens tokens, packed into words first.
+//
+// Tried and slower: to keep a tile's words in registers and send a piece after each of the next
+// tile's first stages, with one or two stages of wgmma in flight (195 to 197 k clocks against 187
+// k, 4096^3). Page 0005 of docs/design has the table.
+
+template <class C>
+struct Pieces {
+  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
+  static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
+};
+
+template <class C>
+__device__ __forceinline__ float finish(const Args& args, float sum, float bias) {
+  return activate<C::kActivation>(args.alpha * sum + bias);
+}
+
+// Where this thread's sums of one panel of a tile lie in y, and the biases of its two rows.
+template <class C>
+struct PanelAt {
+  int out0, token0;
+  float bias[2] = {0.0f, 0.0f};
+
+  __device__ __forceinline__ PanelAt(const Args& args, TileAt tile, u32 wg, int panel) {
+    out0 = (tile.out * Smem<C>::kPanels + wg * C::kPanels + panel) * 64;
+    token0 = tile.tokens * C::kTokens;
+    if (args.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row(i) < args.out) bias[i] = load_value<C::kIn>(args.bias, row(i));
+      }
+    }
+  }
+  __device__ __forceinline__ int row(int half) const {
+    return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
+  }
+  __device__ __forceinline__ int column() const { return token0 + threadIdx.x % 4 * 2; }
+};
+
+// The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
+// With a residual they hold its words before.
+template <class C>
+__device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kTokens / 2],
+                                           const PanelAt<C>& at, int s, u32* words) {
+  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
+#pragma unroll
+  for (int i = 0; i < Pieces<C>::kWords; ++i) {
+    const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
+    float low = finish<C>(args, d[sum], at.bias[i % 2]);
+    float high = finish<C>(args, d[sum + 1], at.bias[i % 2]);
+    if constexpr (C::kResidual) {
+      low += unpack<C::kOut>(words[i]);
+      high += unpack<C::kOut>(words[i] >> 16);
+    }
+    words[i] = pack<C::kOut>(low, high);
+  }
+}
+
+// A piece is written to shared memory in the fragments' order, transposed, and read back as rows of
+// 64 out-features, which leave as whole lines. The pieces of a warpgroup alternate between its two
+// buffers, `turn` counts them: the barrier of a piece also says that the piece before it was read.
+// No TMA store: the fence it needs waits for the wgmma in flight.
+template <class C>
+__device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
+  return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
+}
+
+// This lane's address in the 16 tokens x 16 out-features that one instruction writes. Tokens are
+// 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a bank.
+template <class C>
+__device__ __forceinline__ u32 piece_address(u32 smem, u32 wg, u32 turn) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
+         ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+}
+
+template <class C>
+__device__ __forceinline__ void write_words(const u32* words, u32 address) {
+#pragma unroll
+  for (int j = 0; j < Pieces<C>::kWords; j += 4) {
+    store_transposed_x4<0>(address + j * 512, words[j], words[j + 1], words[j + 2], words[j + 3]);
+  }
+}
+
+// The 16 bytes of y, and of a piece, that this thread moves in round `i`; null outside y.
+template <class C>
+struct Line {
+  long long at;
+  u32 shared;
+  bool exists;
+
+  __device__ __forceinline__ Line(const Args& args, u32 buffer, int out0, int token0, int i) {
+    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8 + i * 16;
+    at = (long long)(token0 + row) * args.out + out0 + chunk * 8;
+    shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
+    exists = token0 + row < args.tokens && out0 + chunk * 8 < args.out;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out0,
+                                           int token0) {
+  named_barrier<128>(1 + wg);
+  const u32 buffer = piece_buffer<C>(smem, wg, turn++);
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
+    const Line<C> line(args, buffer, out0, token0, i);
+    const uint4 words = load_shared_x4(line.shared);
+    if (line.exists) *reinterpret_cast<uint4*>(static_cast<u16*>(args.y) + line.at) = words;
+  }
+}
+
+// The words of the residual where a piece will be written, by the way back.
+template <class C>
+__device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
+                                               int out0, int token0, u32* words) {
+  const u16* residual = static_cast<const u16*>(args.residual);
+  const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
+    const Line<C> line(args, buffer, out0, token0, i);
+    uint4 found = {0, 0, 0, 0};
+    if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
+    store_shared_x4(line.shared, found);
+  }
+  named_barrier<128>(1 + wg);
+#pragma unroll
+  for (int j = 0; j < Pieces<C>::kWords; j += 4) load_transposed_x4(words + j, address + j * 512);
+}
+
+// Where lines cannot be written: y of float32, or rows that are no multiple of 16 bytes.
+template <class C>
+__device__ __forceinline__ void store_panel_directly(const Args& args,
+                                                     const float (&d)[C::kTokens / 2],
+                                                     const PanelAt<C>& at) {
+#pragma unroll
+  for (int i = 0; i < C::kTokens / 2; ++i) {
+    const int token = at.column() + i / 4 * 8 + i % 2, out = at.row(i / 2 % 2);
+    if (token < args.tokens && out < args.out) {
+      const long long place = (long long)token * args.out + out;
+      float v = finish<C>(args, d[i], at.bias[i / 2 % 2]);
+      if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
+      store_value<C::kOut>(args.y, place, v);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
+                                           u32& turn, TileAt tile) {
+#pragma unroll
+  for (int p = 0; p < C::kPanels; ++p) {
+    const PanelAt<C> at(args, tile, wg, p);
+    if constexpr (C::kDirect) {
+      store_panel_directly<C>(args, d[p], at);
+    } else {
+#pragma unroll
+      for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
+        u32 words[Pieces<C>::kWords];
+        if constexpr (C::kResidual) {
+          fetch_residual<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens, words);
+        }
+        pack_piece<C>(args, d[p], at, s, words);
+        write_words<C>(words, piece_address<C>(smem, wg, turn));
+        send_piece<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens);
+      }
+    }
+  }
+}
+
+}  // namespace spmm_nm
