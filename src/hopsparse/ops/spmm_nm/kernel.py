@@ -211,7 +211,7 @@ struct Config {{
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
   static constexpr Activation kActivation = Activation::{activation};
   static constexpr Type kIn = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out_dtype]};
-{sparse_product(_TYPES[dtype], config.tokens)}}};
+{sparse_product(_TYPES[dtype], config.tokens, config.panels)}}};
 
 static_assert(sizeof(spmm_nm::Args) == {ARGS_BYTES}, "Args of kernel.cuh and of plan.py differ");
 static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)},
