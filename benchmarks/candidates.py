@@ -26,7 +26,7 @@ from hopsparse.measure.clock import Contender, copies_to_defeat_l2, time_side_by
 from hopsparse.measure.contest import random_24
 from hopsparse.measure.record import append, done, environment, read
 from hopsparse.ops import pack_nm, spmm_nm
-from hopsparse.ops.spmm_nm.cost import fills_cluster, predicted_us
+from hopsparse.ops.spmm_nm.cost import predicted_us, suits
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates
 
 LAYERS = (
@@ -110,7 +110,7 @@ def fit(path: Path) -> None:
     regrets, ratios, offs = [], [], []
     for problem, times in problems.items():
         tiles = {c: times[c.name] for c in CANDIDATES if c.name in times}
-        suited = [c for c in tiles if fills_cluster(c, problem)]
+        suited = [c for c in tiles if suits(c, problem, SMS)]
         chosen = min(suited, key=lambda c: predicted_us(c, problem, SMS))
         best = min(tiles, key=lambda c: tiles[c])
         regrets.append(tiles[chosen] / tiles[best])

@@ -22,7 +22,9 @@ from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.prune import magnitude
 
 DTYPES = (torch.bfloat16, torch.float16)
-TILES = [pytest.param(config, id=config.name) for config in CANDIDATES]
+# No candidate has both: blocks that share a tile, and blocks that share tokens or weights.
+MIXED = (Config(2, 1, 128, 2, 4, 2, 1, 2), Config(2, 1, 64, 2, 6, 1, 2, 2))
+TILES = [pytest.param(config, id=config.name) for config in (*CANDIDATES, *MIXED)]
 # tokens, out, k: one tile exactly; ragged on all sides; one token; less than a tile; several waves
 # of every tile; an odd number of units; rows of y that TMA cannot store.
 SHAPES = [

@@ -31,6 +31,8 @@ from .timing import ratio as ratio
 LEAST_ROUNDS = 3
 # A graph of more nodes takes longer to capture than it tells more.
 _MOST_CALLS = 4000
+# A call of cuSPARSELt in float16 takes the host 0.15 s, as a captured one does.
+_MOST_CAPTURE_S = 2.0
 
 Call = Callable[[], Any]
 
@@ -108,8 +110,8 @@ def time_side_by_side(
     Args:
         contenders: What to compare. One that raises is reported as failed; the others go on.
         rounds: Samples of each.
-        min_ms: Calls are repeated in a graph until it runs this long; launching one costs
-            microseconds.
+        min_ms: Calls are repeated in a graph until it runs this long, as far as the host captures
+            them in 2 seconds; launching a graph costs microseconds.
         warm_s: Seconds of replays before the first sample, to bring clocks up.
         budget_s: Seconds for all of it. A contender that is not captured by then fails; rounds
             stop, but not before `LEAST_ROUNDS`.
@@ -252,26 +254,29 @@ class _Recorder:
         for call in calls:
             call()
         torch.cuda.synchronize()
-        graph = self._capture(calls)
-        fits = max(1, _MOST_CALLS // len(calls))
+        graph, host_s = self._capture(calls)
+        fits = min(_MOST_CALLS // len(calls), int(_MOST_CAPTURE_S / host_s))
         passes = max(1, min(fits, math.ceil(min_ms / max(_span_ms(graph), 1e-3))))
-        return (graph if passes == 1 else self._capture([*calls] * passes)), passes
+        return (graph if passes == 1 else self._capture([*calls] * passes)[0]), passes
 
-    def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    def _capture(self, calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, float]:
+        """A graph of the calls, and the seconds that the host needed to make them."""
         # `torch.cuda.graph` leaves its stream current, and hides the first error, when a capture
         # breaks. A graph that is collected during a capture would free memory, which breaks it.
         gc.collect()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        started = time.perf_counter()
         try:
             for call in calls:
                 call()
+            host_s = time.perf_counter() - started
             graph.capture_end()
         except BaseException:
             self._abandon(graph)
             raise
-        return graph
+        return graph, host_s
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that a call has broken or left."""

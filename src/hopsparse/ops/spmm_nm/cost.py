@@ -15,17 +15,21 @@ from math import ceil
 
 from .kernel import UNIT, Config
 
-_CLOCKS_US = 1677.0  # SM clocks of a microsecond
-_TENSOR_SHARE = 0.712  # of the rate at which an instruction is bound by its operands alone
-_L2_BYTES = 80.0  # that one SM gets in a clock
-_LEAST_CLOCKS = 140.0  # of a unit
-_UNIT_NORM = 6.7
-_TILE_CLOCKS, _PIECE_CLOCKS = 1212.0, 2.2  # of a tile, and of 64 x 16 of it
-_PARTS_CLOCKS = 1000.0  # of adding the parts of a tile
+_CLOCKS_US = 1650.0  # SM clocks of a microsecond
+_TENSOR_SHARE = 0.749  # of the rate at which an instruction is bound by its operands alone
+_L2_BYTES = 74.0  # that one SM gets in a clock
+_LEAST_CLOCKS = 145.0  # of a unit
+_UNIT_NORM = 4.8
+_TILE_CLOCKS, _PIECE_CLOCKS = 537.0, 37.6  # of storing a tile, and 64 x 16 of it
+_PARTS_CLOCKS, _PART_PIECE_CLOCKS = (
+    703.0,
+    294.0,
+)  # of adding parts, and 64 x 16 of one
 _LEAST_STAGES = 4
-_MEMORY_BYTES_US = 4.15e6
-_FIXED_US = 1.8
-_TOTAL_NORM = 3.0
+_MEMORY_BYTES_US = 3.91e6
+_FIXED_US, _CLUSTER_US = 2.05, 0.29  # of a launch, and more of one in clusters
+_TOTAL_NORM = 4.6
+_ATOM = 8  # rows of the 128-byte swizzle
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,28 @@ def stages_of_k(config: Config, problem: Problem) -> int:
     return stages + stages % 2
 
 
-def fills_cluster(config: Config, problem: Problem) -> bool:
-    """Whether every block of a cluster has work; idle ones only slow the others down."""
+def suits(config: Config, problem: Problem, sm_count: int) -> bool:
+    """Whether all blocks of a cluster have work, and only SMs that were idle share a tile."""
+    if config.cluster_k > 1 and (
+        stages_of_k(config, problem) < _LEAST_STAGES
+        or tiles(config, problem) * config.cluster_k > blocks_at_once(config, sm_count)
+    ):
+        return False
     return (
         ceil(problem.tokens / config.tokens) >= config.cluster_tokens
         and ceil(problem.out / config.out) >= config.cluster_out
-        and (config.cluster_k == 1 or stages_of_k(config, problem) >= _LEAST_STAGES)
     )
+
+
+def rows_of_x(config: Config, tokens: int) -> int:
+    """Rows of x that a block loads at a time: its slice of a tile, in atoms of 8 rows.
+
+    Example:
+        >>> rows_of_x(Config(2, 1, tokens=128, units=1, stages=2), 17)
+        24
+    """
+    each = ceil(tokens / config.cluster_out)
+    return min(config.tokens // config.cluster_out, -(-each // _ATOM) * _ATOM)
 
 
 def blocks_at_once(config: Config, sm_count: int) -> int:
@@ -69,12 +88,12 @@ def tiles(config: Config, problem: Problem) -> int:
 
 
 def unit_clocks(config: Config, tokens: int) -> float:
-    """Clocks of one unit of k in one tile; `tokens` of the problem, as rows past them are free."""
+    """Clocks of one unit of k in one tile; of a problem of so many tokens."""
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / _TENSOR_SHARE
     values = panels * 2 * 2048 / config.cluster_tokens + panels * 512
-    rows = min(config.tokens, tokens) * 128 / config.cluster_out
+    rows = rows_of_x(config, tokens) * 128
     return _norm(_UNIT_NORM, tensor, (values + rows) / _L2_BYTES, _LEAST_CLOCKS)
 
 
@@ -82,12 +101,14 @@ def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
     """Device time of one product."""
     waves = ceil(tiles(config, problem) * config.cluster_k / blocks_at_once(config, sm_count))
     units = stages_of_k(config, problem) * config.units
-    tile = _TILE_CLOCKS + _PIECE_CLOCKS * config.out // 64 * config.tokens / 16
+    pieces = config.out // 64 * config.tokens / 16
+    tile = _TILE_CLOCKS + _PIECE_CLOCKS * pieces
     if config.cluster_k > 1:
-        tile += _PARTS_CLOCKS
+        tile += _PARTS_CLOCKS + _PART_PIECE_CLOCKS * pieces * (config.cluster_k - 1)
     clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
     moved = problem.out * (problem.k * 1.125 + problem.tokens * 2)
-    return _FIXED_US + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
+    fixed = _FIXED_US + (_CLUSTER_US if config.cluster > 1 else 0)
+    return fixed + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
 
 
 def _norm(p: float, *terms: float) -> float:

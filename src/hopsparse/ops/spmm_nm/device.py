@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, inf
+from math import ceil
 from numbers import Real
 
 import torch
@@ -25,13 +25,12 @@ from ...launch import (
     max_active_clusters,
 )
 from ...tune import machine_of
-from .cost import stages_of_k
+from .cost import rows_of_x, stages_of_k
 from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
 _LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
-_MOST_FLOAT32 = torch.finfo(torch.float32).max
 _ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -64,7 +63,7 @@ class Launch:
     problem: Problem
     element: Element
     grid: int
-    sizes: tuple[int, int, int, int, int, int]
+    sizes: tuple[int, int, int, int, int, int, int]
 
     def __call__(
         self,
@@ -111,15 +110,12 @@ class Launch:
             alpha: What the sum is multiplied by.
 
         Raises:
-            ArgumentError: alpha is no number, or none that float32 holds; or a part of the weight
-                does not start on 16 bytes.
+            ArgumentError: alpha is no number, or a part of the weight does not start on 16 bytes.
         """
         # A tensor would pass as a number, and be found again by its identity, not by its value.
-        if not isinstance(alpha, Real) or _MOST_FLOAT32 < abs(alpha) < inf:
+        if not isinstance(alpha, Real):
             raise ArgumentError(
-                f"spmm_nm: alpha={alpha!r}",
-                need=f"a number that float32 holds, up to {_MOST_FLOAT32}",
-                hint="alpha=1, and x multiplied before the call",
+                f"spmm_nm: alpha={alpha!r}", need="a number", hint="alpha.item(), once"
             )
         x, values, meta, y = addresses
         if values % 16 or meta % 16:
@@ -140,8 +136,7 @@ class Launch:
         return self.kernel.bind(self.grid, args, stream)
 
     def _x_map(self, address: int, row: int) -> bytes:
-        p, c = self.problem, self.config
-        box = (UNIT, c.tokens // c.cluster_out)
+        p, box = self.problem, (UNIT, self.sizes[-1])
         return encode(address, self.element, (p.k, p.tokens), (row * 2,), box, swizzle=128)
 
     def _values_map(self, address: int) -> bytes:
@@ -223,13 +218,14 @@ def launch_for(
     clusters = out_tiles * token_tiles
     if config.cluster_k == 1:
         clusters = min(clusters, max_active_clusters(kernel))
+    sizes = (problem.tokens, problem.out, stages_of_k(config, problem), out_tiles, token_tiles)
     return Launch(
         kernel,
         config,
         problem,
         _ELEMENTS[dtype],
         clusters * config.cluster,
-        (problem.tokens, problem.out, stages_of_k(config, problem), out_tiles, token_tiles, group),
+        (*sizes, group, rows_of_x(config, problem.tokens)),
     )
 
 

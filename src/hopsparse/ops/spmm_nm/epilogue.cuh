@@ -1,5 +1,5 @@
-// The epilogue of spmm_nm: sums in registers to y[tokens, out]. Needs Args, Smem and Sums of
-// kernel.cuh, which includes it where they are known.
+// The epilogue of spmm_nm: sums in registers to y[tokens, out]. Needs Args, Smem, Origin and Sums
+// of kernel.cuh, which includes it where they are known.
 #pragma once
 
 namespace spmm_nm {
@@ -27,9 +27,9 @@ struct PanelAt {
   int out0, token0;
   float bias[2] = {0.0f, 0.0f};
 
-  __device__ __forceinline__ PanelAt(const Args& args, TileAt tile, u32 wg, int panel) {
-    out0 = (tile.out * Smem<C>::kPanels + wg * C::kPanels + panel) * 64;
-    token0 = tile.tokens * C::kTokens;
+  __device__ __forceinline__ PanelAt(const Args& args, Origin from, u32 wg, int panel) {
+    out0 = (from.panel + wg * C::kPanels + panel) * 64;
+    token0 = from.token;
     if (args.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -139,24 +139,29 @@ template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const float (&d)[C::kTokens / 2],
                                                      const PanelAt<C>& at) {
+  const int left = args.tokens - at.column();
 #pragma unroll
-  for (int i = 0; i < C::kTokens / 2; ++i) {
-    const int token = at.column() + i / 4 * 8 + i % 2, out = at.row(i / 2 % 2);
-    if (token < args.tokens && out < args.out) {
-      const long long place = (long long)token * args.out + out;
-      float v = finish<C>(args, d[i], at.bias[i / 2 % 2]);
-      if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
-      store_value<C::kOut>(args.y, place, v);
+  for (int half = 0; half < 2; ++half) {
+    if (at.row(half) >= args.out) continue;
+    long long place = (long long)at.column() * args.out + at.row(half);
+#pragma unroll
+    for (int i = 0; i < C::kTokens / 4; ++i) {
+      if (i / 2 * 8 + i % 2 < left) {
+        float v = finish<C>(args, d[i / 2 * 4 + half * 2 + i % 2], at.bias[half]);
+        if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
+        store_value<C::kOut>(args.y, place, v);
+      }
+      place += (i % 2 == 0 ? 1LL : 7LL) * args.out;
     }
   }
 }
 
 template <class C>
 __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                           u32& turn, TileAt tile) {
+                                           u32& turn, Origin from) {
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
-    const PanelAt<C> at(args, tile, wg, p);
+    const PanelAt<C> at(args, from, wg, p);
     if constexpr (C::kDirect) {
       store_panel_directly<C>(args, d[p], at);
     } else {

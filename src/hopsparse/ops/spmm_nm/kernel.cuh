@@ -23,7 +23,7 @@
 namespace spmm_nm {
 
 struct Args {
-  TensorMap x;           // [tokens, k], boxes of 64 columns
+  TensorMap x;           // [tokens, k], boxes of x_rows tokens x 64 columns
   TensorMap values;      // [steps, panels, 2048 bytes]
   TensorMap meta;        // [panels, units, 128 words]
   void* y;               // [tokens, out], contiguous
@@ -34,6 +34,7 @@ struct Args {
   int stages_of_k;             // even: k in stages, rounded up; what lies past k is zero
   int out_tiles, token_tiles;  // in tiles of a cluster
   int raster_group;
+  int x_rows;  // tokens that a block loads: its slice of a tile, less where x has fewer
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
@@ -48,7 +49,6 @@ struct Smem {
   static constexpr u32 kX = C::kUnits * C::kTokens * kTokenBytes;
   static constexpr u32 kValues = 2 * C::kUnits * kPanels * kStepBytes;
   static constexpr u32 kMeta = C::kUnits * kPanels * kUnitWords * 4;
-  static constexpr u32 kStageBytes = kX + kValues + kMeta;
   static constexpr u32 kStore = C::kDirect ? 0 : C::kStoreTokens * 128;
 
   static constexpr u32 kValuesAt = C::kStages * kX;
@@ -133,21 +133,39 @@ __device__ __forceinline__ void release(u32 address, u32 stage) {
 
 // ---- Producer ----------------------------------------------------------------------------------
 
+// Where a block's tile starts in y. One at an edge is moved back until all of it is inside, as far
+// as it can: TMA takes longer for what it fills with zeros than for what it loads (384 tokens
+// took 1.7 times as long as 512). What two tiles then both store, they both computed in the same
+// way.
+struct Origin {
+  int panel, token;
+};
+
+template <class C>
+__device__ __forceinline__ Origin origin_of(const Args& args, int index, Place<C> at) {
+  const TileAt tile = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
+  const int panel = (tile.out * C::kClusterOut + at.out) * Smem<C>::kPanels;
+  const int token = (tile.tokens * C::kClusterTokens + at.tokens) * C::kTokens;
+  const int panels = (args.out + 63) / 64;
+  return {min(panel, max(0, panels - Smem<C>::kPanels)),
+          min(token, max(0, args.tokens - C::kTokens))};
+}
+
 // One stage: this block's slice of what it shares, to all who share it, and its own indices.
 template <class C>
 __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> at, u32 stage,
-                                           int k, TileAt tile) {
+                                           int k, Origin from) {
   using S = Smem<C>;
-  constexpr int kRows = C::kTokens / C::kClusterOut, kSteps = 2 * C::kUnits / C::kClusterTokens;
-  const u32 bar = smem + S::kFullAt + stage * 8;
-  const int unit = (at.part * args.stages_of_k + k) * C::kUnits, panel = tile.out * S::kPanels;
-  mbarrier_expect(bar, S::kStageBytes);
+  constexpr int kSteps = 2 * C::kUnits / C::kClusterTokens;
+  const u32 bar = smem + S::kFullAt + stage * 8, x_bytes = args.x_rows * kTokenBytes;
+  const int unit = (at.part * args.stages_of_k + k) * C::kUnits;
+  mbarrier_expect(bar, C::kUnits * C::kClusterOut * x_bytes + S::kValues + S::kMeta);
 
-  const u32 x = smem + stage * S::kX + at.out * kRows * kTokenBytes;
+  const u32 x = smem + stage * S::kX + at.out * x_bytes;
   const u32 values =
       smem + S::kValuesAt + stage * S::kValues + at.tokens * kSteps * S::kPanels * kStepBytes;
   const int step = 2 * unit + at.tokens * kSteps;
-  const int token = tile.tokens * C::kTokens + at.out * kRows;
+  const int token = from.token + at.out * args.x_rows;
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
     const u32 to = x + u * C::kTokens * kTokenBytes;
@@ -159,22 +177,15 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
     }
   }
   if constexpr (C::kClusterTokens == 1) {
-    tma_load(values, args.values, bar, 0, panel, step);
+    tma_load(values, args.values, bar, 0, from.panel, step);
   } else {
     u16 mask = 0;
     for (int i = 0; i < C::kClusterTokens; ++i) {
       mask |= 1 << (at.first + at.out + i * C::kClusterOut);
     }
-    tma_load_multicast(values, args.values, bar, mask, 0, panel, step);
+    tma_load_multicast(values, args.values, bar, mask, 0, from.panel, step);
   }
-  tma_load(smem + S::kMetaAt + stage * S::kMeta, args.meta, bar, 0, unit, panel);
-}
-
-template <class C>
-__device__ __forceinline__ TileAt tile_at(const Args& args, int index, Place<C> at) {
-  const TileAt tile = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
-  return {tile.out * C::kClusterOut + int(at.out),
-          tile.tokens * C::kClusterTokens + int(at.tokens)};
+  tma_load(smem + S::kMetaAt + stage * S::kMeta, args.meta, bar, 0, unit, from.panel);
 }
 
 template <class C>
@@ -183,11 +194,11 @@ __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at)
   Ring<C::kStages> ring;
   ring.parity = 1;  // of the phase before the first: every stage starts empty
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    const TileAt tile = tile_at<C>(args, index, at);
+    const Origin from = origin_of<C>(args, index, at);
 #pragma unroll 1
     for (int k = 0; k < args.stages_of_k; ++k) {
       mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);
-      fill_stage<C>(args, smem, at, ring.stage, k, tile);
+      fill_stage<C>(args, smem, at, ring.stage, k, from);
       ring.advance();
     }
   }
@@ -336,7 +347,7 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
       add_parts<C>(d, smem, wg, at);
       if (at.part > 0) return;
     }
-    store_tile<C>(args, d, smem, wg, turn, tile_at<C>(args, index, at));
+    store_tile<C>(args, d, smem, wg, turn, origin_of<C>(args, index, at));
   }
 }
 

@@ -146,8 +146,8 @@ def deepest(config: Config) -> Config:
 
 
 #: What follows the three tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
-#: stages of k, tiles along out and tokens, raster group. The struct is as aligned as the maps.
-SCALARS = Struct("<3Q f 6i 12x")
+#: stages of k, tiles along out and tokens, raster group, rows of x. It is as aligned as the maps.
+SCALARS = Struct("<3Q f 7i 8x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
-from .cost import Problem, fills_cluster, predicted_us
+from .cost import Problem, predicted_us, suits
 from .kernel import Config, deepest, spec_for, stores_directly
 
 __all__ = [
@@ -60,10 +60,6 @@ CANDIDATES: tuple[Config, ...] = (
     _tile(1, 1, 32, 2),
     _tile(2, 1, 16, 2),
     _tile(1, 1, 16, 2),
-    _tile(2, 1, 128, 2, (2, 1, 2)),
-    _tile(2, 1, 128, 2, (1, 1, 2)),
-    _tile(2, 1, 64, 2, (1, 2, 2)),
-    _tile(2, 1, 64, 2, (1, 1, 2)),
     _tile(1, 1, 64, 2, (1, 1, 2)),
     _tile(1, 1, 32, 2, (1, 1, 2)),
     _tile(1, 1, 16, 2, (1, 1, 2)),
@@ -75,7 +71,7 @@ def candidates(
     problem: Problem, sm_count: int, configs: Iterable[Config] = CANDIDATES
 ) -> list[Config]:
     """The tiles that suit a problem, the one that is predicted to be fastest first."""
-    suited = [config for config in configs if fills_cluster(config, problem)]
+    suited = [config for config in configs if suits(config, problem, sm_count)]
     return sorted(suited, key=lambda config: predicted_us(config, problem, sm_count))
 
 
