@@ -13,7 +13,8 @@ from hopsparse.cli.tune import Tune, _cells, _problems, distinct, layers_of, res
 from hopsparse.errors import ArgumentError
 from hopsparse.measure.suite import Problem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
-from hopsparse.ops.spmm_nm.tuning import DENSE, named_candidates
+from hopsparse.ops.spmm_nm.plan import DENSE
+from hopsparse.ops.spmm_nm.tuning import named_candidates
 from hopsparse.tune import Measured, Ranking, token_classes
 from tests.cli.conftest import Run
 

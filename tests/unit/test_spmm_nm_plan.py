@@ -19,6 +19,7 @@ from hopsparse.ops.spmm_nm.device import Epilogue, Launch, launch_for
 from hopsparse.ops.spmm_nm.kernel import Config, spec_for
 from hopsparse.ops.spmm_nm.plan import (
     CANDIDATES,
+    DENSE,
     Problem,
     candidates,
     choices,
@@ -27,7 +28,7 @@ from hopsparse.ops.spmm_nm.plan import (
     tuned,
     versions,
 )
-from hopsparse.ops.spmm_nm.tuning import DENSE, measured_problem, named_candidates
+from hopsparse.ops.spmm_nm.tuning import measured_problem, named_candidates
 from hopsparse.plan import parse_target
 from hopsparse.plan.budget import check, warpgroup_registers
 from hopsparse.prune import magnitude

@@ -228,7 +228,8 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
     and than the first choice of the cost model.
     """
     from ..ops.spmm_nm.cost import Problem as Sizes
-    from ..ops.spmm_nm.tuning import DENSE, named_candidates
+    from ..ops.spmm_nm.plan import DENSE
+    from ..ops.spmm_nm.tuning import named_candidates
     from ..tune import Measured, token_class
 
     sizes = Sizes(problem.tokens, problem.out, problem.k)

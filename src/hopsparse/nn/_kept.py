@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import SparseMatrix
+from ..ops._product import check_capture, check_weight, finish_decoding
 
 
 class MadeOf(NamedTuple):
@@ -24,6 +25,18 @@ def made_of(matrix: SparseMatrix) -> list[MadeOf]:
     """The parts of a matrix as they are now."""
     parts = matrix.parts().items()
     return [MadeOf(name, part, part._version, part.data_ptr()) for name, part in parts]
+
+
+def decoded(matrix: SparseMatrix) -> tuple[list[MadeOf], Tensor]:
+    """Check and decode a weight, in the dtype of the values: its parts, and what they made."""
+    check_weight("linear", matrix)
+    check_capture(matrix, "one call of the layer before the capture")
+    parts = made_of(matrix)
+    # A tensor made in inference mode could not serve a later call that trains x or the bias.
+    with torch.inference_mode(False), torch.no_grad():
+        weight = matrix.to_dense()
+    finish_decoding(weight)
+    return parts, weight
 
 
 def still_there(parts: list[MadeOf], buffers: Mapping[str, Tensor | None]) -> bool:

@@ -12,21 +12,11 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError
-from ..formats import (
-    BSR,
-    NM,
-    Attribute,
-    Quantized,
-    SparseMatrix,
-    parse_pattern,
-)
+from ..formats import BSR, NM, Attribute, Quantized, SparseMatrix, parse_pattern
 from ..ops._product import (
     COMPUTE_DTYPES,
     Plan,
-    check_capture,
     check_inputs,
-    check_weight,
-    finish_decoding,
     planned_product,
     product,
     product_plan,
@@ -36,8 +26,9 @@ from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
-from ..quant import fake_inputs, round_inputs
-from ._kept import MadeOf, made_of, may_keep, still_there
+from ..ops.spmm_nm.dense import DenseCounts, counts_of
+from ._inputs import rounded
+from ._kept import MadeOf, decoded, may_keep, still_there
 from ._parts import allocated, broken_parts, realigned, stored
 
 # The operator and the plan of each format that has them; the others run as the plain product.
@@ -46,7 +37,6 @@ _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
     "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
     "csr": (spmm_csr.spmm_csr, spmm_csr.plan),
 }
-
 
 # Where layers run. To ask torch for more (is_autocast_available) breaks graphs in torch 2.11.
 _AUTOCASTS = ("cpu", "cuda")
@@ -59,14 +49,15 @@ class SparseLinear(nn.Module):
     state_dict, `.to()`, deepcopy and safetensors see plain tensors. A cast changes values only.
 
     A 2:4 weight of 16-bit values runs its kernel on a Hopper GPU (docs/ops/spmm_nm.md), and nothing
-    is decoded. Every other weight is decoded at the first call, and later calls multiply with what
-    it made: the time of the dense layer, and its memory on top of the stored matrix. The decoded
+    is decoded; except for token counts where `hopsparse tune` measured dense to be faster. There,
+    and with every other weight, the first call decodes it and later calls multiply with what it
+    made: the time of the dense layer, and its memory on top of the stored matrix. The decoded
     weight has the dtype of the values on every device (2 bytes an entry in bfloat16;
     `plan(x).describe()` says how many in all) and is never saved, copied or moved. It is dropped
     when a part is another tensor or was changed in place; only edits through `.data` go unnoticed.
-    `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead.
-    So do compiled calls, values that need a gradient, and parts made in inference mode, whose
-    changes torch does not count.
+    `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead,
+    or runs the kernel where there is one. So do compiled calls, values that need a gradient, and
+    parts made in inference mode, whose changes torch does not count.
 
     A `Quantized` matrix is multiplied as codes * scales, in float32 where x is float32 and rounded
     to the dtype of x otherwise, with inputs that its scheme rounds first (docs/quant.md). A cast
@@ -78,7 +69,8 @@ class SparseLinear(nn.Module):
     that holds the layer.
 
     A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
-    because decoding reads counts back from the GPU.
+    because decoding reads counts back from the GPU; with a kernel, it captures that. Replays read
+    a decoded weight as it was captured: capture again where parts have changed.
 
     Args:
         matrix: The weight, in any format.
@@ -95,6 +87,7 @@ class SparseLinear(nn.Module):
     bias: nn.Parameter | None
     keep_decoded: bool = True
     _assembled: NM | None
+    _dense_counts: DenseCounts  # Of what was assembled last.
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -206,11 +199,14 @@ class SparseLinear(nn.Module):
             'linear runs reference: x is on the CPU; w is decoded once and kept, 64 bytes'
         """
         matrix = self.matrix
-        known = _OPERATORS.get(matrix.name)
-        plan = known[1](matrix, x) if known else product_plan("linear", x)
+        keeps, known = self._may_keep(matrix), _OPERATORS.get(matrix.name)
+        if keeps and isinstance(matrix, NM):
+            plan = spmm_nm.plan_kept(matrix, x)
+        else:
+            plan = known[1](matrix, x) if known else product_plan("linear", x)
         if isinstance(matrix, Quantized):
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
-        if plan.name == "kernel" or not self._may_keep(matrix):
+        if plan.name == "kernel" or not keeps:
             return plan
         nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
         why = plan.why.replace(
@@ -230,8 +226,10 @@ class SparseLinear(nn.Module):
             UnsupportedError: A CUDA graph is being captured.
         """
         matrix = self.matrix
-        has_kernel = isinstance(matrix, NM) and bool(prepare_nm(matrix, max_tokens))
-        if not has_kernel and self._may_keep(matrix) and self._kept_weight() is None:
+        decodes = True
+        if isinstance(matrix, NM) and prepare_nm(matrix, max_tokens):
+            decodes = counts_of(matrix).reach(max_tokens)
+        if decodes and self._may_keep(matrix) and self._kept_weight() is None:
             self._decode(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,11 +272,17 @@ class SparseLinear(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         form = self._form
         if isinstance(form, NM) and x.is_cuda:
-            packed, bias = self._packed(), self._parameters["bias"]
+            compiling = torch.compiler.is_compiling()
+            packed = cast(NM, self.matrix) if compiling else self._packed()
+            bias = self._parameters["bias"]
             if spmm_nm.check_operands("linear", packed, x, bias):
+                if not compiling and not self._dense_counts.never:
+                    weight = self._faster_weight(packed, x)
+                    if weight is not None:
+                        return F.linear(x, weight, bias)
                 return spmm_nm.run_kernel(packed, x, bias)
         elif isinstance(form, Quantized):
-            x = self._rounded(x, form)
+            x = rounded(x, form, self._buffers.get("input_scale"))
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -290,17 +294,6 @@ class SparseLinear(nn.Module):
             return product(weight, x, self.bias)
         return F.linear(x, weight, self.bias)
 
-    def _rounded(self, x: Tensor, form: Quantized) -> Tensor:
-        """The inputs that the scheme computes with; gradients pass through."""
-        fits = x.ndim > 0 and x.shape[-1] == self.in_features and x.dtype == form.dtype
-        if not fits or form.scheme.activations == "none":
-            return x  # What does not fit is refused where it is multiplied.
-        scale = self._buffers["input_scale"] if form.scheme.static else None
-        if scale is not None and scale.device != x.device:
-            return x
-        seen = torch.is_grad_enabled() and x.requires_grad
-        return (fake_inputs if seen else round_inputs)(x, form.scheme, scale)
-
     def _run_decoding(self, matrix: SparseMatrix, x: Tensor) -> Tensor:
         if matrix.name in _OPERATORS:
             return _OPERATORS[matrix.name][0](matrix, x, bias=self.bias)
@@ -309,14 +302,26 @@ class SparseLinear(nn.Module):
 
     def _packed(self) -> NM:
         """The matrix, put together again only where a part is another tensor."""
-        if torch.compiler.is_compiling():
-            return cast(NM, self.matrix)
         parts, known = self._buffers, self._assembled
         # Values that are trained may be a Parameter, which is no buffer.
         values, meta = parts.get("values"), parts.get("meta")
         if not known or known.values is not values or known.meta is not meta:
             self._assembled = known = cast(NM, self.matrix)
+            self._dense_counts = counts_of(known)
         return known
+
+    def _faster_weight(self, packed: NM, x: Tensor) -> Tensor | None:
+        """The kept weight, where dense was measured to be faster for this many tokens."""
+        if x.numel() // self.in_features not in self._dense_counts:
+            return None
+        if not self.keep_decoded or not spmm_nm.may_skip(x):
+            return None
+        weight, captured = self._kept_weight(), spmm_nm.is_captured()
+        if captured and weight is not None:
+            self._captured[id(weight)] = weight  # Replays read it, though the layer may drop it.
+        elif not captured and weight is None and may_keep(packed):
+            weight = self._decode(packed)
+        return weight
 
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
@@ -324,6 +329,7 @@ class SparseLinear(nn.Module):
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[MadeOf], Tensor] | None = None
         self._assembled = None
+        self._captured: dict[int, Tensor] = {}
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         return self.keep_decoded and may_keep(matrix)
@@ -338,16 +344,9 @@ class SparseLinear(nn.Module):
         return weight if still_there(parts, self._buffers) else None
 
     def _decode(self, matrix: SparseMatrix) -> Tensor:
-        """Check and decode the weight, in the dtype of the values, and keep it."""
-        check_weight("linear", matrix)
-        check_capture(matrix, "one call of the layer before the capture")
-        parts = made_of(matrix)
-        # A tensor made in inference mode could not serve a later call that trains x or the bias.
-        with torch.inference_mode(False), torch.no_grad():
-            weight = matrix.to_dense()
-        finish_decoding(weight)
-        self._decoded = (parts, weight)
-        return weight
+        """Check and decode the weight, and keep it."""
+        self._decoded = decoded(matrix)
+        return self._decoded[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `.to()`, `.half()`, `.cuda()` call: casts reach values, never indices or codes."""
@@ -393,4 +392,10 @@ class SparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
-        return {**self.__dict__, "_decoded": None, "_assembled": None}
+        fresh: dict[str, Any] = {
+            "_decoded": None,
+            "_assembled": None,
+            "_dense_counts": None,
+            "_captured": {},
+        }
+        return {**self.__dict__, **fresh}

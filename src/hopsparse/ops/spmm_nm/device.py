@@ -26,6 +26,7 @@ from ...launch import (
 )
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
+from .dense import forget_counts
 from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
 from .plan import Problem, choose
 
@@ -230,7 +231,8 @@ def launch_for(
 
 
 def forget_launches() -> None:
-    """Plan every launch anew; kernels stay loaded."""
+    """Plan every launch anew, and whether layers launch at all; kernels stay loaded."""
+    forget_counts()
     launch_for.cache_clear()
     _BOUND.clear()
 

@@ -17,6 +17,7 @@ from ...tune import machine_of
 from .._product import Plan, check_inputs, check_weight, decompress
 from . import reference
 from .cost import Problem
+from .dense import dense_win
 from .dispatch import traced
 from .kernel import ACTIVATIONS, Config
 from .plan import choose, tuned
@@ -43,6 +44,8 @@ def spmm_nm(
     and every call under torch.func or with dual numbers, decodes w, which `plan` says.
     Differentiable in x, bias, residual and the kept values; gradients run dense, and where there is
     one to keep, `act` and `residual` are applied after the kernel. One graph under torch.compile.
+    The kernel also runs where tuning measured the dense product to be faster: a function keeps no
+    decoded weight between calls. `SparseLinear` does.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -170,6 +173,20 @@ def _is_recorded() -> bool:
     return _modes_of_torch() > 0 or _traces()
 
 
+def may_skip(x: Tensor) -> bool:
+    """Whether a layer may multiply x by a decoded weight instead, and no one misses the operator.
+
+    Not where calls are recorded, which would make a constant of that weight; nor for tensors of
+    other classes.
+    """
+    return type(x) in _PLAIN and not torch.compiler.is_compiling() and not _is_recorded()
+
+
+def is_captured() -> bool:
+    """Whether torch's current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     """Refuse what `check_product` refuses; whether the kernel takes the rest.
 
@@ -215,6 +232,18 @@ def plan(w: NM, x: Tensor) -> Plan:
     config = choose(problem, machine.sm_count, dtype=dtype, machine=machine)
     how = "predicted" if tuned(problem, dtype, machine) is None else "tuned"
     return Plan("spmm_nm", "kernel", f"wgmma.sp, tile {config.name}, {how}; gradients run dense")
+
+
+def plan_kept(w: NM, x: Tensor) -> Plan:
+    """What a layer runs that may keep the decoded weight: also dense, where that was measured."""
+    decided, tokens = plan(w, x), x.numel() // max(1, x.shape[-1])
+    if decided.name != "kernel" or tokens == 0:
+        return decided
+    dtype = str(w.dtype).removeprefix("torch.")
+    won = dense_win(Problem(tokens, *w.shape), dtype, machine_of(x.device.index))
+    if won is None:
+        return decided
+    return Plan("spmm_nm", "dense", f"{won.describe()}; w is decoded at every call")
 
 
 def why_no_kernel(w: NM, x: Tensor) -> str | None:

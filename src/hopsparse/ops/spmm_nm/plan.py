@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
+import torch
+
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
 from .cost import Problem, predicted_us, suits
@@ -13,6 +15,7 @@ from .kernel import Config, deepest, spec_for, stores_directly
 
 __all__ = [
     "CANDIDATES",
+    "DENSE",
     "SASS",
     "Problem",
     "candidates",
@@ -27,6 +30,9 @@ __all__ = [
 
 # Token counts of every tile, and of every class, are multiples of it.
 _STEP = 16
+
+#: What cuBLAS does, by its name in tuning results. Another torch brings another cuBLAS.
+DENSE = f"dense, torch {torch.__version__}"
 
 #: Instructions that every kernel of this operator must hold.
 SASS = ("HGMMA.SP", "UTMALDG", "USETMAXREG")
@@ -117,7 +123,10 @@ def choices(
 
 
 def tuned(problem: Problem, dtype: str, machine: Machine) -> Config | None:
-    """The fastest tile that was measured for the class of a problem; None if none was."""
+    """The fastest tile that was measured for the class of a problem; None if none was.
+
+    A dense product that is faster yet is no matter here: `dense.dense_win` says where one is.
+    """
     entry = Store.default().get(key_of(problem, dtype, machine))
     if not entry.measured:
         return None

@@ -22,10 +22,7 @@ from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
 from .cost import Problem
 from .kernel import Config
 from .op import run_kernel
-from .plan import CANDIDATES, candidates, key_of, spec_of, versions
-
-#: What cuBLAS does; timed beside the tiles, and never chosen. Another torch brings another cuBLAS.
-DENSE = f"dense, torch {torch.__version__}"
+from .plan import CANDIDATES, DENSE, candidates, key_of, spec_of, versions
 
 Calls = list[Callable[[], Tensor]]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,7 +60,9 @@ def tune_problem(
     budget_s: float = 60.0,
     show: Show = lambda *step: None,
 ) -> Ranking:
-    """Measure the tiles for the class of a problem; from then on `choose` gives the fastest.
+    """Measure the tiles and the dense product for the class of a problem.
+
+    From then on `choose` gives the fastest tile, and `dense_win` whether layers run dense instead.
 
     Where torch.distributed is initialised, every rank calls it: see `hopsparse.tune.tune`.
 
