@@ -91,6 +91,7 @@ def test_a_tuning_result_is_told_and_taken_on_the_like_of_its_machine(
             "problems": "4096x4096 bfloat16, tokens 129-256",
             "tile": last.name,
             "us": 7.0,
+            "dense_us": None,
             "measured": 1,
         }
     ]

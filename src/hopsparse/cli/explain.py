@@ -38,7 +38,7 @@ class Explain:
 
 
 def run(options: Explain) -> None:
-    """Say which tile a 2:4 layer runs, what it is predicted to take, and what stood to choose."""
+    """Say what a 2:4 layer runs, what its tile is predicted to take, and what stood to choose."""
     from ..measure.suite import Problem as Checked
     from ..ops.spmm_nm.cost import Problem
     from ..ops.spmm_nm.explain import explain, target_of
@@ -78,6 +78,7 @@ def _machine() -> Any:
 def facts(found: Explanation) -> dict[str, Any]:
     """An explanation as JSON values."""
     from ..ops.spmm_nm.explain import RUNS_DENSE_WHEN, winner
+    from ..ops.spmm_nm.plan import DENSE
 
     sm_count = _sm_count(found)
     return {
@@ -88,6 +89,7 @@ def facts(found: Explanation) -> dict[str, Any]:
         "gpu": found.target.name if found.machine is None else found.machine.gpu,
         "sm_count": sm_count,
         "chosen_by": "tuning" if found.is_tuned else "cost model",
+        "runs": "kernel" if found.won is None else "dense",
         "tile": _tile_facts(found.chosen, sm_count),
         "next": [_tile_facts(each, sm_count) for each in found.others],
         "floor": {
@@ -107,6 +109,7 @@ def facts(found: Explanation) -> dict[str, Any]:
                 "problems": entry.key.problem,
                 "tile": None if (best := winner(entry, found.dtype)) is None else best.name,
                 "us": None if best is None else _measured_us(found, entry),
+                "dense_us": None if entry.best([DENSE]) is None else entry.measured[DENSE].us,
                 "measured": len(entry.measured),
             }
             for entry in found.results
@@ -158,10 +161,9 @@ def _why(found: Explanation, told: dict[str, Any]) -> list[tuple[str, str]]:
     where = "planned for" if found.machine is None else "here"
     gpu = told["gpu"] if "SMs" in told["gpu"] else f"{told['gpu']}, {told['sm_count']} SMs"
     by = "measured to be fastest" if found.is_tuned else "fastest by the cost model"
-    return [
-        ("layer", f"{layer}; {where}: {gpu}"),
-        ("runs", f"wgmma.sp, tile {told['tile']['name']}, {by}"),
-    ]
+    kernel = f"wgmma.sp, tile {told['tile']['name']}, {by}"
+    runs = kernel if found.won is None else f"dense, {found.won.describe()}"
+    return [("layer", f"{layer}; {where}: {gpu}"), ("runs", runs)]
 
 
 def _costs(told: dict[str, Any]) -> list[tuple[str, str]]:
@@ -201,7 +203,8 @@ def _others(told: dict[str, Any]) -> list[tuple[str, str]]:
     for each in told["tuning"]:
         where = f"{each['gpu']}, {each['sm_count']} SMs, driver {each['driver']}"
         won = "no tile of today" if each["tile"] is None else f"{each['tile']}, {each['us']:.1f} us"
-        rows.append(("tuned", f"{where}: {won}, of {each['measured']} measured"))
+        dense = "" if each["dense_us"] is None else f"; dense {each['dense_us']:.1f} us"
+        rows.append(("tuned", f"{where}: {won}, of {each['measured']} measured{dense}"))
     if not told["tuning"]:
         rows.append(("tuned", "no; `hopsparse tune` measures"))
     rows.append(("dense runs", "where " + ", or ".join(told["dense_runs_when"])))

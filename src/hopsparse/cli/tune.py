@@ -1,4 +1,4 @@
-"""`hopsparse tune`: which tile is fastest for a layer on this GPU; it runs from then on."""
+"""`hopsparse tune`: which tile, or dense, is fastest for a layer here; it runs from then on."""
 
 from __future__ import annotations
 
@@ -225,9 +225,10 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
     """What a search found of one problem, as JSON values; tiles are in the order of their times.
 
     `ratio_to_dense` and `ratio_to_model` are how many times faster a tile is than the dense product
-    and than the first choice of the cost model.
+    and than the first choice of the cost model. `runs` is what layers run: a tile, or "dense".
     """
     from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.dense import beats
     from ..ops.spmm_nm.plan import DENSE
     from ..ops.spmm_nm.tuning import named_candidates
     from ..tune import Measured, token_class
@@ -254,7 +255,10 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
         }
         for name in ordered
     ]
-    runs = rows[0] if math.isfinite(rows[0]["us"]) else None
+    fastest = rows[0]["us"]
+    runs = rows[0]["tile"] if math.isfinite(fastest) else None
+    if beats(dense, fastest):
+        runs, fastest = "dense", dense
     return {
         "layer": problem.layer,
         "out": problem.out,
@@ -263,8 +267,8 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
         "tokens": token_class(problem.tokens).name,
         "measured_tokens": problem.tokens,
         "dense_us": dense,
-        "runs": runs["tile"] if runs else None,
-        "regret": runs["ratio_to_model"] if runs else None,
+        "runs": runs,
+        "regret": _per(first, fastest) if runs else None,
         "tiles": rows,
     }
 
@@ -294,18 +298,38 @@ def _print(found: Sequence[Row]) -> None:
             for place, row in enumerate(each["tiles"])
             if place < _SHOWN or row["is_first_choice"] or row["wrong"] or row["failed"]
         ]
+        if each["runs"] == "dense":
+            shown.insert(0, _dense_row(each))
         for row in shown:
             table.add_row(*label, *_cells(row, runs=row["tile"] == each["runs"]))
             label = ("", "", "")
     console = stdout()
     console.print(table)
     console.print("to dense, to model: how many times faster than cuBLAS, and than the tile that")
-    console.print("the cost model chose; a tile runs from now on for all token counts of its class")
+    console.print("the cost model chose; what runs does from now on, for all token counts of its")
+    console.print("class; dense does in layers alone, which keep the decoded weight")
     for each in found:
         for row in each["tiles"]:
             if told := row["wrong"] or row["failed"]:
                 where = f"{each['out']}x{each['k']}, {each['measured_tokens']} tokens"
                 console.print(f"{row['tile']}, {where}: {told}", markup=False, soft_wrap=True)
+
+
+def _dense_row(found: Row) -> Row:
+    """The dense product as a row of the table, where it runs."""
+    us = found["dense_us"]
+    flops = 2 * found["measured_tokens"] * found["out"] * found["k"]
+    return {
+        "tile": "dense",
+        "us": us,
+        "spread": math.nan,
+        "tflops": _per(flops / 1e6, us),
+        "ratio_to_dense": 1.0,
+        "ratio_to_model": found["regret"],
+        "is_first_choice": False,
+        "wrong": "",
+        "failed": "",
+    }
 
 
 def _cells(row: Row, *, runs: bool) -> list[str]:

@@ -316,10 +316,10 @@ class SparseLinear(nn.Module):
             return None
         if not self.keep_decoded or not spmm_nm.may_skip(x):
             return None
-        weight, captured = self._kept_weight(), spmm_nm.is_captured()
+        weight, captured = self._kept_weight(), spmm_nm.is_captured(x)
         if captured and weight is not None:
             self._captured[id(weight)] = weight  # Replays read it, though the layer may drop it.
-        elif not captured and weight is None and may_keep(packed):
+        elif not captured and weight is None and self._may_keep(packed):
             weight = self._decode(packed)
         return weight
 
@@ -332,7 +332,9 @@ class SparseLinear(nn.Module):
         self._captured: dict[int, Tensor] = {}
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
-        return self.keep_decoded and may_keep(matrix)
+        # Parts that became parameters are no buffers, where `_kept_weight` looks for them.
+        buffers = matrix.parts().keys() <= self._buffers.keys()
+        return self.keep_decoded and buffers and may_keep(matrix)
 
     def _kept_weight(self) -> Tensor | None:
         """The decoded weight, if the parts are still the ones it was made of."""
@@ -392,10 +394,5 @@ class SparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
-        fresh: dict[str, Any] = {
-            "_decoded": None,
-            "_assembled": None,
-            "_dense_counts": None,
-            "_captured": {},
-        }
-        return {**self.__dict__, **fresh}
+        without = dict.fromkeys(("_decoded", "_assembled", "_dense_counts"))
+        return {**self.__dict__, **without, "_captured": {}}

@@ -111,7 +111,9 @@ _KNOWN: dict[tuple[object, ...], DenseCounts] = {}
 def counts_of(w: NM) -> DenseCounts:
     """The token counts for which a layer with this weight runs dense; nothing is looked up yet."""
     facts = w.shape, w.dtype, w.values.get_device()
-    return _KNOWN.setdefault(facts, DenseCounts(*facts))
+    if (known := _KNOWN.get(facts)) is None:
+        known = _KNOWN[facts] = DenseCounts(*facts)
+    return known
 
 
 def forget_counts() -> None:

@@ -12,6 +12,7 @@ from ...plan import Target, parse_target, target
 from ...plan.budget import check, smem_left, warpgroup_registers
 from ...tune import Entry, Machine, Store
 from .cost import Problem, blocks_at_once, predicted_us, tiles
+from .dense import DenseWin, dense_win
 from .kernel import Config
 from .plan import candidates, choose, key_of, spec_of, tuned, versions
 
@@ -79,12 +80,14 @@ class Explanation:
         dtype: Of x and w.
         target: The GPU, planned for or present.
         machine: The GPU that is present, if that was asked for.
-        chosen: What runs.
+        chosen: The tile that the kernel runs.
         is_tuned: Whether it was measured to be the fastest; else the cost model says so.
         others: The next candidates by the cost model.
         floors: Of the problem.
         dense_us: Predicted time of the dense product.
         results: Tuning results of the problem's class, of all machines.
+    won: Where the dense product was measured to be faster than every tile: layers run that. Else
+        None.
     """
 
     problem: Problem
@@ -97,6 +100,7 @@ class Explanation:
     floors: Floors
     dense_us: float
     results: tuple[Entry, ...]
+    won: DenseWin | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -107,16 +111,19 @@ class Explanation:
                 "the cost model has the memory of a whole H200: here it predicts too little where "
                 "bytes decide"
             )
-        if self.dense_us < self.chosen.predicted_us:
-            found.append("dense is predicted to be faster; the kernel runs all the same")
+        if self.dense_us < self.chosen.predicted_us and not self.is_tuned:
+            found.append("dense is predicted to be faster; it runs where `hopsparse tune` agrees")
+        if self.won is not None:
+            found.append("the function spmm_nm, which keeps no decoded weight, runs the tile")
         return tuple(found)
 
 
-#: When spmm_nm does not run its kernel; the same facts as `op.why_no_kernel`.
+#: When a layer does not run the kernel: the facts of `op.why_no_kernel`, and `dense.dense_win`.
 RUNS_DENSE_WHEN = (
     "values are float32 or have 8 bits",
     "the pattern is neither 2:4 nor 1:4",
     "the GPU is no H100 or H200",
+    "tuning measured it to be faster",
 )
 
 
@@ -149,6 +156,7 @@ def explain(
     ]
     key = key_of(problem, dtype, machine or Machine("", 0, ""))
     shape = (problem.out, problem.k)
+    won = None if machine is None else dense_win(problem, dtype, machine)
     return Explanation(
         problem=problem,
         dtype=dtype,
@@ -160,6 +168,7 @@ def explain(
         floors=_floors(Product(shape, dtype, "nm", "2:4"), problem.tokens, gpu),
         dense_us=predict(Product(shape, dtype), problem.tokens, gpu).time_us,
         results=tuple(Store.default().entries(key.op, key.kernel, key.problem)),
+        won=won,
     )
 
 

@@ -182,9 +182,9 @@ def may_skip(x: Tensor) -> bool:
     return type(x) in _PLAIN and not torch.compiler.is_compiling() and not _is_recorded()
 
 
-def is_captured() -> bool:
-    """Whether torch's current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
+def is_captured(x: Tensor) -> bool:
+    """Whether what is done with x now is captured into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
