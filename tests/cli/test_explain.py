@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from hopsparse.cli.explain import _print, facts
 from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
 from hopsparse.ops.spmm_nm.explain import explain, target_of
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, candidates, key_of, versions
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, DENSE, candidates, key_of, versions
 from hopsparse.plan import TARGETS, parse_target
 from hopsparse.tune import Machine, Measured, Store
 from tests.cli.conftest import Run
@@ -102,6 +104,26 @@ def test_a_tuning_result_is_told_and_taken_on_the_like_of_its_machine(
     assert (other.is_tuned, other.chosen.config.name) == (False, told["tile"]["name"])
     for words in (("--tokens", 257), ("--tokens", 200, "--dtype", "float16")):
         assert run_json("explain", "--shape", "4096x4096", *words)["planned"]["tuning"] == []
+
+
+def test_dense_is_told_where_it_was_measured_to_win(run_json: Callable[..., Any]) -> None:
+    problem = Problem(1024, 1536, 576)
+    tile = next(iter(versions("bfloat16")))
+    times = {tile: Measured(6.6, 6.6, 6.6), DENSE: Measured(5.5, 5.5, 5.5)}
+    Store.default().put(key_of(problem, "bfloat16", HERE), times)
+    here = explain(problem, "bfloat16", H200, machine=HERE)
+    console = Console(width=200)
+    with console.capture() as captured:
+        _print(console, here)
+    said = {line[:14].strip(): line[14:] for line in captured.get().splitlines()}
+    assert said["runs"] == "dense, tuned: 5.5 us against 6.6 of the fastest tile"
+    assert said["tuned"].endswith("6.6 us, of 2 measured; dense 5.5 us")
+    assert "the function spmm_nm" in said["note"]
+    assert facts(here)["runs"] == "dense"
+    # Nothing says that a GPU which is planned for is the one that was measured.
+    told = run_json("explain", "--shape", "1536x576", "--tokens", 1024)["planned"]
+    assert (told["runs"], told["tuning"][0]["dense_us"]) == ("kernel", 5.5)
+    assert "tuning measured it to be faster" in told["dense_runs_when"]
 
 
 def test_a_slice_has_fewer_sms_and_is_noted(run: Run, run_json: Callable[..., Any]) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from hopsparse.cli.console import _finite
-from hopsparse.cli.tune import Tune, _cells, _problems, distinct, layers_of, result
+from hopsparse.cli.tune import Tune, _cells, _print, _problems, distinct, layers_of, result
 from hopsparse.errors import ArgumentError
 from hopsparse.measure.suite import Problem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
@@ -134,6 +136,29 @@ def test_rows_say_times_ratios_and_what_runs() -> None:
     assert _finite(rows[left])["us"] is None
     assert _finite(rows[left])["tflops"] is None
     assert json.dumps(_finite(told), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("dense_us", "runs", "regret"),
+    [(9.9, "tile", 2.0), (9.0, "dense", 20 / 9), (math.inf, "tile", 2)],
+)
+def test_dense_runs_where_it_is_faster_by_more_than_the_margin(
+    dense_us: float, runs: str, regret: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = Problem("o", 1000, 1000, 16)
+    ranking, (_, third, *_) = ranking_of(problem)
+    times = {**ranking.measured, DENSE: Measured(dense_us, dense_us, dense_us)}
+    told = result(problem, replace(ranking, measured=times), 132)
+    assert told["runs"] == (third if runs == "tile" else "dense")
+    assert told["regret"] == pytest.approx(regret)
+    assert told["tiles"][0]["tile"] == third
+    _print([told])
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    running = [words for words in said if words[-1] == "runs" and "model" not in words]
+    assert [words for words in running if told["runs"] in words] == running
+    assert len(running) == 1
+    if runs == "dense":
+        assert running[0][-7:] == ["dense", "9.0", "-", "4", "1.00", "2.22", "runs"]
 
 
 def test_a_table_row_has_dashes_for_what_was_not_measured() -> None:

@@ -16,11 +16,19 @@ from hopsparse.launch import kernel as launch_kernel
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm
 from hopsparse.ops.spmm_nm import device as spmm_nm_device
+from hopsparse.ops.spmm_nm import op as spmm_nm_op
 from hopsparse.ops.spmm_nm import plan, prepare
 from hopsparse.ops.spmm_nm.kernel import Config
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, choices, key_of, versions
-from hopsparse.ops.spmm_nm.tuning import (
+from hopsparse.ops.spmm_nm.plan import (
+    CANDIDATES,
     DENSE,
+    Problem,
+    candidates,
+    choices,
+    key_of,
+    versions,
+)
+from hopsparse.ops.spmm_nm.tuning import (
     Calls,
     Layer,
     measured_problem,
@@ -71,7 +79,7 @@ def test_the_winner_is_what_runs_and_nothing_is_measured_twice(
     fastest = next(name for name in ranking.order if name != DENSE)
     tile = versions("bfloat16")[fastest]
     for tokens in (65, TOKENS, 128):
-        told = layer.plan(inputs(tokens, device)).describe()
+        told = plan(layer.matrix, inputs(tokens, device)).describe()
         assert f"tile {tile.name}, tuned" in told
     assert "predicted" in layer.plan(inputs(129, device)).describe()
     launch = spmm_nm_device.launch_for(
@@ -94,7 +102,7 @@ def test_a_launch_that_was_planned_before_goes_by_the_new_result(
     launch = spmm_nm_device.launch_for(
         PROBLEM, torch.bfloat16, spmm_nm_device.Epilogue(torch.bfloat16), device.index
     )
-    assert f"tile {launch.config.name}, tuned" in layer.plan(x).describe()
+    assert f"tile {launch.config.name}, tuned" in plan(layer.matrix, x).describe()
 
 
 def test_a_wrong_tile_is_dropped_and_never_timed(here: Machine, device: torch.device) -> None:
@@ -182,3 +190,124 @@ def test_epilogues_are_prepared_on_their_own(
         x = inputs(tokens, device)
         spmm_nm(w, x, act="silu", residual=residual, out_dtype=torch.float32)
     assert plan(w, inputs(64, device)).name == "kernel"
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of small integers, rounded once."""
+    return (x.double() @ weight.double().T).bfloat16()
+
+
+@pytest.fixture
+def dense_won(here: Machine) -> None:
+    """As if dense had been measured to be faster for 65 to 128 tokens."""
+    tile = next(iter(versions("bfloat16", candidates(measured_problem(PROBLEM), here.sm_count))))
+    times = {tile: Measured(6.6, 6.6, 6.6), DENSE: Measured(5.5, 5.5, 5.5)}
+    Store.default().put(key_of(PROBLEM, "bfloat16", here), times)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Token counts of the calls that ran the kernel."""
+    seen: list[int] = []
+    run = spmm_nm_device.run
+
+    def noted(w: NM, x: Tensor, *rest: object) -> Tensor:
+        seen.append(x.numel() // K)
+        return run(w, x, *rest)
+
+    monkeypatch.setattr(spmm_nm_op, "_run", lambda: noted)
+    monkeypatch.setattr(spmm_nm_device, "run", noted)
+    return seen
+
+
+@pytest.mark.usefixtures("dense_won")
+def test_a_layer_runs_dense_where_that_was_measured_to_win(
+    layer: SparseLinear, launched: list[int], device: torch.device
+) -> None:
+    for tokens in (64, 65, TOKENS, 128, 129):
+        x = inputs(tokens, device)
+        told, runs_dense = layer.plan(x).describe(), 64 < tokens < 129
+        assert ("dense: tuned: 5.5 us against 6.6 of the fastest tile" in told) == runs_dense
+        assert (f"decoded once and kept, {2 * OUT * K} bytes" in told) == runs_dense
+        assert plan(layer.matrix, x).name == "kernel"
+        y = layer(x)
+        assert torch.equal(y, exact(x, layer.to_dense()))
+        assert torch.equal(y, spmm_nm(layer.matrix, x))
+    assert layer._decoded is not None
+    # The layer twice, the function every time.
+    assert launched == [64, 64, 65, TOKENS, 128, 129, 129]
+    launched.clear()
+    layer.keep_decoded = False
+    x = inputs(TOKENS, device)
+    assert layer.plan(x).name == "kernel"
+    assert torch.equal(layer(x), exact(x, layer.to_dense()))
+    assert launched == [TOKENS]
+
+
+@pytest.mark.usefixtures("dense_won")
+def test_gradients_and_autocast_where_dense_won(
+    layer: SparseLinear, launched: list[int], device: torch.device
+) -> None:
+    x = inputs(TOKENS, device).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    ones = torch.ones(TOKENS, OUT, device=device)
+    assert torch.equal(x.grad, exact(ones, layer.to_dense().T))
+    with torch.autocast("cuda", torch.float16):
+        y = layer(x.detach().float())
+    assert torch.equal(y, layer(x.detach()).half())
+    assert launched == []
+    layer.values = torch.nn.Parameter(layer.values)
+    layer(x.detach()).sum().backward()
+    assert layer.values.grad is not None
+    assert launched == [TOKENS]
+
+
+# torch's own import of its mkldnn module warns.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.usefixtures("dense_won")
+def test_a_compiled_layer_is_one_graph_of_the_operator_where_dense_won(
+    layer: SparseLinear, device: torch.device
+) -> None:
+    nodes: list[list[object]] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        nodes.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=note)
+    x = inputs(TOKENS, device)
+    first = compiled(x)
+    assert torch.equal(layer(x), first)
+    assert torch.equal(compiled(x), first)  # What the eager call kept traces nothing anew.
+    assert len(nodes) == 1
+    assert torch.ops.hopsparse.spmm_nm.default in nodes[0]
+
+
+@pytest.mark.usefixtures("dense_won")
+def test_graphs_capture_dense_once_it_is_prepared_and_the_kernel_before(
+    layer: SparseLinear, launched: list[int], device: torch.device
+) -> None:
+    x, before = inputs(TOKENS, device), layer.to_dense()
+    # Load the kernel and cuBLAS; nothing is kept.
+    assert torch.equal(spmm_nm(layer.matrix, x), x @ before.T)
+    outputs = []
+    for _ in range(2):
+        launched.clear()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        outputs.append((graph, y, list(launched)))
+        layer.prepare(max_tokens=TOKENS)
+        assert layer._decoded is not None
+    assert [seen for *_, seen in outputs] == [[TOKENS], []]
+    layer.values.mul_(2)
+    layer(x)  # Decodes anew: the memory that was captured must stay.
+    torch.full_like(before, float("nan"))
+    expected = [exact(x, layer.to_dense()), exact(x, before)]
+    for (graph, y, _), right in zip(outputs, expected, strict=True):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, right)
