@@ -193,11 +193,12 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     Under torch.func and forward-mode differentiation it takes nothing; the dense product does.
     A call asks the tensors of w only whether they look as they did when they passed last.
     """
-    if is_transformed():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (_has_transforms() or _dual._current_level >= 0):
         check_weight(op, w, NM)
         check_inputs(op, w, x, bias)
         return False
-    traced_or_foreign = torch.compiler.is_compiling() or not isinstance(w, NM)
+    traced_or_foreign = compiling or not isinstance(w, NM)
     if traced_or_foreign or not w.values.is_cuda or not _has_passed(op, w):
         check_weight(op, w, NM)
         check_inputs(op, w, x, bias)
