@@ -216,24 +216,17 @@ class TestLayer:
         store(5.5)
         weight = weight_for(layer)
         for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert (twin._decoded, twin._dense_counts, twin._captured) == (None, None, {})
+            assert (twin._decoded, twin._dense_counts) == (None, None)
             assert torch.equal(weight_for(twin), weight)
         assert sorted(layer.state_dict()) == ["meta", "values"]
 
-    def test_in_a_capture_takes_what_is_there_and_holds_it(
+    def test_a_capture_takes_the_kernel(
         self, layer: SparseLinear, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store(5.5)
+        assert weight_for(layer) is not None
         monkeypatch.setattr(spmm_nm_op, "is_captured", lambda x: True)
-        assert weight_for(layer) is None  # The kernel: nothing is decoded in a capture.
-        monkeypatch.setattr(spmm_nm_op, "is_captured", lambda x: False)
-        weight = weight_for(layer)
-        monkeypatch.setattr(spmm_nm_op, "is_captured", lambda x: True)
-        assert weight_for(layer) is weight
-        assert weight_for(layer) is weight
-        layer.values.mul_(2)
         assert weight_for(layer) is None
-        assert [*layer._captured.values()] == [weight]
 
 
 def test_counts_are_of_one_shape_dtype_and_device() -> None:

@@ -147,7 +147,7 @@ def test_candidates_are_named_with_the_models_choice_first_and_dense_second() ->
     assert named[first] == candidates(measured_problem(LAYER), 132)[0]
     assert (dense, named[dense]) == (DENSE, None)
     assert len(named) == len(candidates(measured_problem(LAYER), 132)) + 1
-    assert set(named) - {DENSE} == set(versions("float16"))
+    assert set(named) - {DENSE} <= set(versions("float16"))
 
 
 def packed() -> NM:

@@ -25,6 +25,7 @@ from ..ops._product import (
 from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
+from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
 from ._inputs import rounded
@@ -69,8 +70,8 @@ class SparseLinear(nn.Module):
     that holds the layer.
 
     A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
-    because decoding reads counts back from the GPU; with a kernel, it captures that. Replays read
-    a decoded weight as it was captured: capture again where parts have changed.
+    because decoding reads counts back from the GPU. A layer with a kernel always captures that:
+    its replays read the parts as they are then.
 
     Args:
         matrix: The weight, in any format.
@@ -312,24 +313,26 @@ class SparseLinear(nn.Module):
 
     def _faster_weight(self, packed: NM, x: Tensor) -> Tensor | None:
         """The kept weight, where dense was measured to be faster for this many tokens."""
-        if x.numel() // self.in_features not in self._dense_counts:
+        tokens = x.numel() // self.in_features
+        if tokens not in self._dense_counts or not self.keep_decoded or not spmm_nm.may_skip(x):
             return None
-        if not self.keep_decoded or not spmm_nm.may_skip(x):
-            return None
-        weight, captured = self._kept_weight(), spmm_nm.is_captured(x)
-        if captured and weight is not None:
-            self._captured[id(weight)] = weight  # Replays read it, though the layer may drop it.
-        elif not captured and weight is None and self._may_keep(packed):
+        if spmm_nm.is_captured(x):
+            return None  # A replay would go on with what the weight was.
+        weight = self._kept_weight()
+        if weight is None and self._may_keep(packed):
             weight = self._decode(packed)
+        if tokens not in self._loaded:  # A capture that follows this call takes the kernel.
+            load_nm(packed, tokens)
+            self._loaded.add(tokens)
         return weight
 
     def _remember(self, matrix: SparseMatrix) -> None:
         """Keep what tensors do not say: the format, the shape and the pattern."""
-        # Without its tensors, which live in the buffers alone.
+        # The buffers alone hold its tensors.
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[MadeOf], Tensor] | None = None
         self._assembled = None
-        self._captured: dict[int, Tensor] = {}
+        self._loaded: set[int] = set()
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         # Parts that became parameters are no buffers, where `_kept_weight` looks for them.
@@ -394,5 +397,4 @@ class SparseLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without the decoded weight.
-        without = dict.fromkeys(("_decoded", "_assembled", "_dense_counts"))
-        return {**self.__dict__, **without, "_captured": {}}
+        return self.__dict__ | dict.fromkeys(("_decoded", "_assembled", "_dense_counts"))

@@ -70,6 +70,14 @@ def prepare(
     return tuple(found)
 
 
+def load(w: NM, tokens: int) -> None:
+    """Load what so many tokens run, for a CUDA graph that captures it later."""
+    if w.values.is_cuda:
+        from .device import Epilogue, launch_for
+
+        launch_for(Problem(tokens, *w.shape), w.dtype, Epilogue(w.dtype), w.values.get_device())
+
+
 def _choices(w: NM, max_tokens: int, device: int) -> dict[Config, int]:
     machine = machine_of(device)
     problem = Problem(max_tokens, *w.shape)
