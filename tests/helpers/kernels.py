@@ -27,7 +27,8 @@ def all_specs() -> list[KernelSpec]:
 
 def promised(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that the operator says its kernels have."""
-    found: tuple[str, ...] = plans()[spec.op].SASS
+    plan = plans()[spec.op]
+    found: tuple[str, ...] = plan.sass_of(spec) if hasattr(plan, "sass_of") else plan.SASS
     return found
 
 

@@ -18,23 +18,26 @@ _KINDS = {
     "bf16": (32, "f32.bf16.bf16", "f32", ", 1, 1, 0, 0"),
     "f16": (32, "f32.f16.f16", "f32", ", 1, 1, 0, 0"),
     "e4m3": (64, "f32.e4m3.e4m3", "f32", ", 1, 1"),
+    "e4m3.e5m2": (64, "f32.e4m3.e5m2", "f32", ", 1, 1"),
     "s8": (64, "s32.s8.s8", "s32", ""),
 }
-_UNIT = 64  # columns of k that one index word serves
+_STEPS = 2  # instructions in a unit: 128 bytes of a row of b
+_WORD = 64  # columns of k that one index word serves
 _C = {"f32": ("float", "f", "0f00000000"), "s32": ("int", "r", "0")}
 
 
 def sparse_product(kind: str, n: int, panels: int = 1) -> str:
-    """Static members that multiply 64 x n panels in units of 64 columns, with sums of their own.
+    """Members that multiply 64 x n panels in units of 128 bytes of k, with sums of their own.
 
-    `declare()`, once, in the function that the others are inlined into: the registers.
-    `zero<Panel>()` clears those of a panel. `multiply<Panel>(a, b, e)` adds a @ b^T for one unit: a
-    and b are the shared-memory descriptors of each instruction of the unit, two for 16-bit types
-    and one for 8-bit ones, a the kept values of a 2:4 matrix, e its index word. `read<Panel>(d)`
-    gives the n / 2 sums of this thread, after the wait for what is in flight.
+    `Number` is what a sum is. `declare()`, once, in the function that the others are inlined into:
+    the registers. `zero<Panel>()` clears those of a panel. `multiply<Panel>(a, b, e)` adds a @ b^T
+    for one unit, 64 columns of 16-bit types or 128 of 8-bit ones: a and b are the shared-memory
+    descriptors of its two instructions, a the kept values of a 2:4 matrix, e its index words, one
+    for 64 columns. `read<Panel>(d)` gives the n / 2 sums of this thread, after the wait for what is
+    in flight.
 
     Args:
-        kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands.
+        kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands; `e4m3.e5m2`, of a and of b.
         n: Columns, 8 to 256.
         panels: Sets of sums.
 
@@ -53,21 +56,34 @@ def sparse_product(kind: str, n: int, panels: int = 1) -> str:
             need="a multiple of 8 (for s8 beyond 32: of 16) from 8 to 256",
             hint=f"n = {min(256, max(16, -(-n // 16) * 16))}",
         )
-    k, _, sums, _ = _KINDS[kind]
-    number, steps = _C[sums][0], _UNIT // k
+    _, _, sums, _ = _KINDS[kind]
+    number, words = _C[sums][0], words_of(kind)
     bodies = [
         ("zero()", [_zero(kind, n, panel) for panel in range(panels)]),
         (
-            f"multiply(const u64 (&a)[{steps}], const u64 (&b)[{steps}], u32 e)",
+            f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}], "
+            f"const u32 (&e)[{words}])",
             [_multiply(kind, n, panel) for panel in range(panels)],
         ),
         (f"read({number} (&d)[{n // 2}])", [_read(kind, n, panel) for panel in range(panels)]),
     ]
     return f"""
+  using Number = {number};
+
   static __device__ __forceinline__ void declare() {{
     asm volatile(".reg .{sums} sum<{panels * n // 2}>;");
   }}
 """ + "".join(_member(head, texts) for head, texts in bodies)
+
+
+def words_of(kind: str) -> int:
+    """Index words a thread of one unit.
+
+    Example:
+        >>> words_of("bf16"), words_of("e4m3")
+        (1, 2)
+    """
+    return _STEPS * _KINDS[kind][0] // _WORD
 
 
 def _member(head: str, texts: list[str]) -> str:
@@ -91,20 +107,23 @@ def _zero(kind: str, n: int, panel: int) -> str:
 
 def _multiply(kind: str, n: int, panel: int) -> str:
     k, types, _, tail = _KINDS[kind]
-    steps = _UNIT // k
-    # The selector says which lanes' words an instruction reads: 0, lanes 0 and 1 of every four.
+    words = words_of(kind)
+    # The selector says which lanes' words an instruction reads: in 16 bits, 0 for lanes 0 and 1 of
+    # every four, 1 for the others. In 8 bits it reads all of them.
     instructions = "\n".join(
         f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
 {_quoted(_names(n, panel), ", ")}
-          "}}, %{1 + step}, %{1 + steps + step}, %0, {step}, add{tail};\\n"'''
-        for step in range(steps)
+          "}}, %{step}, %{_STEPS + step}, "
+          "%{2 * _STEPS + step % words}, {step if words == 1 else 0}, add{tail};\\n"'''
+        for step in range(_STEPS)
     )
-    descriptors = ", ".join(f'"l"({side}[{step}])' for side in "ab" for step in range(steps))
+    operands = [f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS)]
+    operands += [f'"r"(e[{word}])' for word in range(words)]
     return f"""      asm volatile(
           "{{.reg .pred add;\\n"
           "setp.ne.b32 add, 1, 0;\\n"
 {instructions}
-          "}}" ::"r"(e), {descriptors} : "memory");
+          "}}" ::{", ".join(operands)} : "memory");
 """
 
 

@@ -15,6 +15,7 @@ from .pack_nm.op import pack_nm
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
 from .spmm_nm.op import spmm_nm
+from .spmm_nm.scaled import Scaling, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
@@ -24,10 +25,12 @@ __all__ = [
     "OPS",
     "Case",
     "Plan",
+    "Scaling",
     "decompress",
     "pack_nm",
     "product",
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",
+    "spmm_nm_scaled",
 ]

@@ -72,11 +72,10 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 
 // To the shared memory of another block, counted as 16 bytes of a barrier of that block; both are
 // addresses of the cluster.
-__device__ __forceinline__ void store_async_x4(u32 address, u32 bar, float a, float b, float c,
-                                               float d) {
+__device__ __forceinline__ void store_async_x4(u32 address, u32 bar, u32 a, u32 b, u32 c, u32 d) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
       "[%1];" ::"r"(address),
-      "r"(bar), "f"(a), "f"(b), "f"(c), "f"(d)
+      "r"(bar), "r"(a), "r"(b), "r"(c), "r"(d)
       : "memory");
 }

@@ -6,6 +6,11 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
+// Bring a map of the arguments near, before the first load by it.
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // A box at (c0, c1), innermost first, to this block. What lies outside the tensor arrives as zero
 // and counts as bytes of the barrier like the rest.
 __device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1) {

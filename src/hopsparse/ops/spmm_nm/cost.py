@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from math import ceil
 
-from .kernel import UNIT, Config
+from .kernel import Config
 
 _CLOCKS_US = 1650.0  # SM clocks of a microsecond
 _TENSOR_SHARE = 0.749  # of the rate at which an instruction is bound by its operands alone
@@ -34,7 +34,7 @@ _ATOM = 8  # rows of the 128-byte swizzle
 
 @dataclass(frozen=True)
 class Problem:
-    """One product y[tokens, out] = x[tokens, k] @ w[out, k]^T of 16-bit values."""
+    """One product y[tokens, out] = x[tokens, k] @ w[out, k]^T."""
 
     tokens: int
     out: int
@@ -43,7 +43,7 @@ class Problem:
 
 def stages_of_k(config: Config, problem: Problem) -> int:
     """Stages that a block walks: its part of k, rounded up to an even number."""
-    stages = ceil(problem.k / (UNIT * config.units * config.cluster_k))
+    stages = ceil(problem.k / (config.columns * config.cluster_k))
     return stages + stages % 2
 
 
@@ -92,7 +92,7 @@ def unit_clocks(config: Config, tokens: int) -> float:
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / _TENSOR_SHARE
-    values = panels * 2 * 2048 / config.cluster_tokens + panels * 512
+    values = panels * 2 * 2048 / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
     return _norm(_UNIT_NORM, tensor, (values + rows) / _L2_BYTES, _LEAST_CLOCKS)
 
@@ -106,7 +106,8 @@ def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
     if config.cluster_k > 1:
         tile += _PARTS_CLOCKS + _PART_PIECE_CLOCKS * pieces * (config.cluster_k - 1)
     clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
-    moved = problem.out * (problem.k * 1.125 + problem.tokens * 2)
+    stored = config.bits / 16 + 1 / 8  # bytes of w an entry
+    moved = problem.out * (problem.k * stored + problem.tokens * 2)
     fixed = _FIXED_US + (_CLUSTER_US if config.cluster > 1 else 0)
     return fixed + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
 

@@ -27,13 +27,20 @@ from ...launch import (
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
-from .kernel import PANEL, SCALARS, UNIT, Config, spec_for, stores_directly
+from .kernel import PANEL, SCALARS, WORD, Config, Numbers, spec_of_numbers, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
 _LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
-_ELEMENTS = {torch.bfloat16: Element.BF16, torch.float16: Element.F16}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+ELEMENTS = {
+    "bfloat16": Element.BF16,
+    "float16": Element.F16,
+    "float8_e4m3fn": Element.U8,
+    "float8_e5m2": Element.U8,
+    "int8": Element.U8,
+}
 
 # About 2.5 KB each. Addresses recur, because torch hands freed memory out again.
 _MOST_BOUND = 4096
@@ -53,6 +60,28 @@ class Epilogue:
     out_dtype: torch.dtype
     activation: str = "none"
     has_residual: bool = False
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of an 8-bit product: where they lie, and how they are laid out.
+
+    Attributes:
+        w: Address of float32 [out, groups].
+        x: Address of float32 [tokens] or [1].
+        groups: Scales of a row of w.
+        x_step: 1 where each token has its own, else 0.
+        out_multiplier: Of a result in 8 bits.
+    """
+
+    w: int = 0
+    x: int = 0
+    groups: int = 1
+    x_step: int = 0
+    out_multiplier: float = 1.0
+
+
+_NO_SCALES = Scales()
 
 
 @dataclass(frozen=True)
@@ -100,6 +129,7 @@ class Launch:
         row: int,
         added: tuple[int, int],
         alpha: float,
+        scales: Scales = _NO_SCALES,
     ) -> Bound:
         """The launch with its arguments.
 
@@ -109,6 +139,7 @@ class Launch:
             row: Elements from one token of x to the next.
             added: Addresses of bias and residual, 0 where there is none.
             alpha: What the sum is multiplied by.
+            scales: Of an 8-bit product.
 
         Raises:
             ArgumentError: alpha is no number, or a part of the weight does not start on 16 bytes.
@@ -125,23 +156,21 @@ class Launch:
                 need="parts that start on 16 bytes",
                 hint="their clones: NM(w.shape, w.values.clone(), w.meta.clone(), w.pattern)",
             )
-        args = b"".join(
-            (
-                self._x_map(x, row),
-                self._values_map(values),
-                self._meta_map(meta),
-                # Beyond float32 it is infinite, as on the CPU.
-                SCALARS.pack(y, *added, ctypes.c_float(alpha).value, *self.sizes),
-            )
-        )
-        return self.kernel.bind(self.grid, args, stream)
+        # Beyond float32 it is infinite, as on the CPU.
+        factors = ctypes.c_float(alpha).value, scales.out_multiplier
+        layout = scales.groups, scales.x_step
+        scalars = SCALARS.pack(y, *added, scales.w, scales.x, *factors, *self.sizes, *layout)
+        maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
+        return self.kernel.bind(self.grid, b"".join((*maps, scalars)), stream)
 
     def _x_map(self, address: int, row: int) -> bytes:
-        p, box = self.problem, (UNIT, self.sizes[-1])
-        return encode(address, self.element, (p.k, p.tokens), (row * 2,), box, swizzle=128)
+        p, box = self.problem, (self.config.columns // self.config.units, self.sizes[6])
+        pitch = row * self.element.bytes
+        return encode(address, self.element, (p.k, p.tokens), (pitch,), box, swizzle=128)
 
     def _values_map(self, address: int) -> bytes:
-        c, panels, steps = self.config, ceil(self.problem.out / PANEL), 2 * self._units
+        c, panels = self.config, ceil(self.problem.out / PANEL)
+        steps = 2 * self._words // c.words
         # A step of a panel is 2048 bytes, moved as 256 numbers of 8: a box has 256 at most.
         return encode(
             address,
@@ -152,19 +181,19 @@ class Launch:
         )
 
     def _meta_map(self, address: int) -> bytes:
-        c, panels, units = self.config, ceil(self.problem.out / PANEL), self._units
+        c, panels, words = self.config, ceil(self.problem.out / PANEL), self._words
         return encode(
             address,
             Element.I32,
-            (128, units, panels),
-            (512, units * 512),
-            (128, c.units, c.warpgroups * c.panels),
+            (128, words, panels),
+            (512, words * 512),
+            (128, c.units * c.words, c.warpgroups * c.panels),
         )
 
     @property
-    def _units(self) -> int:
-        """Units of k in the packed weight."""
-        return ceil(self.problem.k / UNIT)
+    def _words(self) -> int:
+        """Index words of a row of the packed weight, for one thread."""
+        return ceil(self.problem.k / WORD)
 
 
 @lru_cache(maxsize=4096)
@@ -189,27 +218,51 @@ def launch_for(
             and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
-    if (longest := max(problem.tokens, problem.out, problem.k)) > _LONGEST_SIDE:
-        raise UnsupportedError(
-            f"spmm_nm: a side of {longest}",
-            need=f"at most {_LONGEST_SIDE} tokens, out-features and columns",
-            hint="x, or w, in pieces",
-        )
+    check_sides(problem)
     config = config or choose(
         problem,
         device_facts(device).sm_count,
         dtype=_NAMES[dtype],
         machine=machine_of(device),
     )
-    direct = stores_directly(problem.out, _NAMES[epilogue.out_dtype])
-    spec = spec_for(
-        config,
-        _NAMES[dtype],
-        out_dtype=_NAMES[epilogue.out_dtype],
-        activation=epilogue.activation,
-        residual=epilogue.has_residual,
-        direct=direct,
-    )
+    numbers = Numbers(_NAMES[dtype], _NAMES[dtype], _NAMES[epilogue.out_dtype])
+    return planned(problem, numbers, epilogue.activation, epilogue.has_residual, device, config)
+
+
+def check_sides(problem: Problem) -> None:
+    """Refuse what the kernel could not count.
+
+    Raises:
+        UnsupportedError: A side of over 2^31 - 2^13.
+    """
+    if (longest := max(problem.tokens, problem.out, problem.k)) > _LONGEST_SIDE:
+        raise UnsupportedError(
+            f"spmm_nm: a side of {longest}",
+            need=f"at most {_LONGEST_SIDE} tokens, out-features and columns",
+            hint="x, or w, in pieces",
+        )
+
+
+def planned(
+    problem: Problem,
+    numbers: Numbers,
+    activation: str,
+    has_residual: bool,
+    device: int,
+    config: Config,
+) -> Launch:
+    """The launch of a problem by a tile; its kernel is compiled and loaded if it was not before.
+
+    Args:
+        problem: Sizes, as `check_sides` passes them.
+        numbers: Dtypes.
+        activation: One of `kernel.ACTIVATIONS`.
+        has_residual: Whether something is added at the end.
+        device: Ordinal of the GPU.
+        config: The tile.
+    """
+    direct = stores_directly(problem.out, numbers.out)
+    spec = spec_of_numbers(config, numbers, activation, has_residual, direct)
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
     out_tiles = ceil(ceil(problem.out / config.out) / config.cluster_out)
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
@@ -224,7 +277,7 @@ def launch_for(
         kernel,
         config,
         problem,
-        _ELEMENTS[dtype],
+        ELEMENTS[numbers.x],
         clusters * config.cluster,
         (*sizes, group, rows_of_x(config, problem.tokens)),
     )
@@ -243,15 +296,15 @@ def _address(tensor: Tensor | None) -> int:
 
 def rows_for_tma(x: Tensor) -> Tensor:
     """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
     tokens, k = rows.shape
-    strided = rows.stride(0) * 2 % 16 if tokens > 1 else 0
+    strided = rows.stride(0) % atom if tokens > 1 else 0
     if (rows.stride(1) == 1 or k == 1) and not strided and rows.data_ptr() % 16 == 0:
         if tokens > 1 and rows.stride(0) >= k:
             return rows
         if tokens == 1:
-            return rows.as_strided((1, k), (-(-k // 8) * 8, 1))
-    padded = x.new_empty((tokens, -(-k // 8) * 8))[:, :k]
+            return rows.as_strided((1, k), (-(-k // atom) * atom, 1))
+    padded = x.new_empty((tokens, -(-k // atom) * atom))[:, :k]
     return padded.copy_(rows)
 
 

@@ -129,16 +129,16 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
 
 
 # Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
-_LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
+LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define(
     "spmm_nm(Tensor[] parts, Tensor x, Tensor? bias, Tensor? residual, SymInt out, str activation, "
     "float alpha, ScalarType out_dtype) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_LIBRARY.impl("spmm_nm", _run, "CUDA")
-_LIBRARY.impl("spmm_nm", _run_on_cpu, "CPU")
-torch.library.register_fake("hopsparse::spmm_nm", _result, lib=_LIBRARY)
+LIBRARY.impl("spmm_nm", _run, "CUDA")
+LIBRARY.impl("spmm_nm", _run_on_cpu, "CPU")
+torch.library.register_fake("hopsparse::spmm_nm", _result, lib=LIBRARY)
 torch.library.register_autograd(
-    "hopsparse::spmm_nm", _backward, setup_context=_setup_context, lib=_LIBRARY
+    "hopsparse::spmm_nm", _backward, setup_context=_setup_context, lib=LIBRARY
 )
 _spmm_nm = torch.ops.hopsparse.spmm_nm.default

@@ -16,26 +16,70 @@ struct Pieces {
   static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
 };
 
-template <class C>
-__device__ __forceinline__ float finish(const Args& args, float sum, float bias) {
-  return activate<C::kActivation>(args.alpha * sum + bias);
+// Reads of these sums stay behind what is in front of this: the last wait of the main loop, or the
+// piece of the epilogue before them (all pieces at once would not fit into registers).
+template <int N>
+__device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
+#pragma unroll
+  for (int i = first; i < first + count; i += 8) {
+    // Eight at a time: each statement is a point that all sums must pass while it is compiled.
+    asm volatile(""
+                 : "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]),
+                   "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]),
+                   "+f"(sums[i + 7])::"memory");
+  }
 }
 
-// Where this thread's sums of one panel of a tile lie in y, and the biases of its two rows.
+template <int N>
+__device__ __forceinline__ void settle(int (&sums)[N], int first, int count) {
+#pragma unroll
+  for (int i = first; i < first + count; i += 8) {
+    asm volatile(""
+                 : "+r"(sums[i]), "+r"(sums[i + 1]), "+r"(sums[i + 2]), "+r"(sums[i + 3]),
+                   "+r"(sums[i + 4]), "+r"(sums[i + 5]), "+r"(sums[i + 6]),
+                   "+r"(sums[i + 7])::"memory");
+  }
+}
+
+// What one row's sums are multiplied by, beside the scale of a token, and what is added.
+struct RowTerms {
+  float scale, bias = 0.0f;
+};
+
+template <class C>
+__device__ __forceinline__ float finish(typename C::Number sum, const RowTerms& row,
+                                        float token_scale) {
+  float v = static_cast<float>(sum) * row.scale;
+  if constexpr (C::kScaled) v *= token_scale;
+  return activate<C::kActivation>(v + row.bias);
+}
+
+// Where this thread's sums of one panel of a tile lie in y, and the terms of its two rows.
 template <class C>
 struct PanelAt {
   int out0, token0;
-  float bias[2] = {0.0f, 0.0f};
+  RowTerms terms[2];
 
   __device__ __forceinline__ PanelAt(const Args& args, Origin from, u32 wg, int panel) {
     out0 = (from.panel + wg * C::kPanels + panel) * 64;
     token0 = from.token;
-    if (args.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row(i) < args.out) bias[i] = load_value<C::kIn>(args.bias, row(i));
+    for (int i = 0; i < 2; ++i) {
+      const bool exists = row(i) < args.out;
+      terms[i].scale = args.alpha;
+      if (args.bias != nullptr && exists) {
+        terms[i].bias = load_value<C::kBias>(args.bias, row(i));
+      }
+      if constexpr (C::kScaled && !C::kGrouped) {
+        if (exists) terms[i].scale *= args.w_scale[row(i) * args.w_groups];
       }
     }
+  }
+  // The scale of this thread's first or second token among 8 of the tile.
+  __device__ __forceinline__ float token_scale(const Args& args, int of_tile) const {
+    if constexpr (!C::kScaled) return 1.0f;
+    const int token = min(column() + of_tile, args.tokens - 1);
+    return args.x_scale[(long long)token * args.x_scale_step];
   }
   __device__ __forceinline__ int row(int half) const {
     return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
@@ -46,14 +90,16 @@ struct PanelAt {
 // The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
 // With a residual they hold its words before.
 template <class C>
-__device__ __forceinline__ void pack_piece(const Args& args, float (&d)[C::kTokens / 2],
+__device__ __forceinline__ void pack_piece(const Args& args,
+                                           typename C::Number (&d)[C::kTokens / 2],
                                            const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kWords; ++i) {
     const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
-    float low = finish<C>(args, d[sum], at.bias[i % 2]);
-    float high = finish<C>(args, d[sum + 1], at.bias[i % 2]);
+    const int token = s * C::kStoreTokens + i / 2 * 8;
+    float low = finish<C>(d[sum], at.terms[i % 2], at.token_scale(args, token));
+    float high = finish<C>(d[sum + 1], at.terms[i % 2], at.token_scale(args, token + 1));
     if constexpr (C::kResidual) {
       low += unpack<C::kOut>(words[i]);
       high += unpack<C::kOut>(words[i] >> 16);
@@ -134,10 +180,10 @@ __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 w
   for (int j = 0; j < Pieces<C>::kWords; j += 4) load_transposed_x4(words + j, address + j * 512);
 }
 
-// Where lines cannot be written: y of float32, or rows that are no multiple of 16 bytes.
+// Where lines cannot be written: y of 32 or 8 bits, or rows that are no multiple of 16 bytes.
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
-                                                     const float (&d)[C::kTokens / 2],
+                                                     const typename C::Number (&d)[C::kTokens / 2],
                                                      const PanelAt<C>& at) {
   const int left = args.tokens - at.column();
 #pragma unroll
@@ -146,10 +192,17 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
     long long place = (long long)at.column() * args.out + at.row(half);
 #pragma unroll
     for (int i = 0; i < C::kTokens / 4; ++i) {
-      if (i / 2 * 8 + i % 2 < left) {
-        float v = finish<C>(args, d[i / 2 * 4 + half * 2 + i % 2], at.bias[half]);
-        if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
-        store_value<C::kOut>(args.y, place, v);
+      const int token = i / 2 * 8 + i % 2;
+      if (token < left) {
+        const typename C::Number sum = d[i / 2 * 4 + half * 2 + i % 2];
+        if constexpr (C::kOut == Type::s32) {
+          static_cast<int*>(args.y)[place] = sum;
+        } else {
+          float v = finish<C>(sum, at.terms[half], at.token_scale(args, token));
+          if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
+          if constexpr (C::kOut == Type::s8 || C::kOut == Type::e4m3) v *= args.out_multiplier;
+          store_value<C::kOut>(args.y, place, v);
+        }
       }
       place += (i % 2 == 0 ? 1LL : 7LL) * args.out;
     }

@@ -1,9 +1,11 @@
-// y[tokens, out] = act(alpha * x[tokens, k] @ w[out, k]^T + bias) + residual for a packed 2:4 w.
+// y[tokens, out] = act(alpha * x[tokens, k] @ w[out, k]^T + bias) + residual for a packed 2:4 w, of
+// 16 bits, or of 8 with scales of w and of x.
 //
 // wgmma.sp wants its sparse operand on the side of M = 64 rows: that is w, so a block computes a
 // tile of y transposed, out-features x tokens, and stores it back transposed.
 //   consumers  Config::kWarpgroups warpgroups, each kPanels panels of 64 out-features x kTokens
-//   producer   one thread, which keeps kStages stages of kUnits x 64 columns of k filled by TMA
+//   producer   one thread, which keeps kStages stages of kUnits units of k filled by TMA; a unit is
+//              128 bytes of a token: kWords times 64 columns, an index word of each for a thread
 //   cluster    kClusterOut blocks share their tokens, kClusterTokens blocks their weights: each
 //              loads a slice and multicasts it; kClusterK blocks share a tile, each a part of k
 //   grid       persistent; tiles in the order of tile/raster.cuh
@@ -23,32 +25,36 @@
 namespace spmm_nm {
 
 struct Args {
-  TensorMap x;           // [tokens, k], boxes of x_rows tokens x 64 columns
+  TensorMap x;           // [tokens, k], boxes of x_rows tokens x a unit
   TensorMap values;      // [steps, panels, 2048 bytes]
-  TensorMap meta;        // [panels, units, 128 words]
+  TensorMap meta;        // [panels, k / 64, 128 words]
   void* y;               // [tokens, out], contiguous
-  const void* bias;      // [out], of the type of x, or null
+  const void* bias;      // [out], of type Config::kBias, or null
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
+  const float* w_scale;  // [out, w_groups], or [1] where w_groups is 0; read if Config::kScaled
+  const float* x_scale;  // [tokens], or [1] where x_scale_step is 0; read if Config::kScaled
   float alpha;
+  float out_multiplier;  // of y in 8 bits, before it is rounded
   int tokens, out;
   int stages_of_k;             // even: k in stages, rounded up; what lies past k is zero
   int out_tiles, token_tiles;  // in tiles of a cluster
   int raster_group;
   int x_rows;  // tokens that a block loads: its slice of a tile, less where x has fewer
+  int w_groups, x_scale_step;
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
 
-constexpr u32 kStepBytes = 2048;  // kept values of 64 rows x 32 columns
-constexpr u32 kUnitWords = 128;   // index words of 64 rows x 64 columns
-constexpr u32 kTokenBytes = 128;  // 64 columns of one token
+constexpr u32 kStepBytes = 2048;  // kept values of 64 rows x 32 columns, of 64 in 8 bits
+constexpr u32 kWordBytes = 512;   // index words of 64 rows x 64 columns
+constexpr u32 kTokenBytes = 128;  // a unit of one token
 
 template <class C>
 struct Smem {
   static constexpr int kPanels = C::kWarpgroups * C::kPanels;
   static constexpr u32 kX = C::kUnits * C::kTokens * kTokenBytes;
   static constexpr u32 kValues = 2 * C::kUnits * kPanels * kStepBytes;
-  static constexpr u32 kMeta = C::kUnits * kPanels * kUnitWords * 4;
+  static constexpr u32 kMeta = C::kUnits * C::kWords * kPanels * kWordBytes;
   static constexpr u32 kStore = C::kDirect ? 0 : C::kStoreTokens * 128;
 
   static constexpr u32 kValuesAt = C::kStages * kX;
@@ -170,10 +176,10 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
   for (int u = 0; u < C::kUnits; ++u) {
     const u32 to = x + u * C::kTokens * kTokenBytes;
     if constexpr (C::kClusterOut == 1) {
-      tma_load(to, args.x, bar, (unit + u) * 64, token);
+      tma_load(to, args.x, bar, (unit + u) * C::kWords * 64, token);
     } else {
       const u16 mask = ((1 << C::kClusterOut) - 1) << (at.first + at.tokens * C::kClusterOut);
-      tma_load_multicast(to, args.x, bar, mask, (unit + u) * 64, token);
+      tma_load_multicast(to, args.x, bar, mask, (unit + u) * C::kWords * 64, token);
     }
   }
   if constexpr (C::kClusterTokens == 1) {
@@ -185,7 +191,8 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
     }
     tma_load_multicast(values, args.values, bar, mask, 0, from.panel, step);
   }
-  tma_load(smem + S::kMetaAt + stage * S::kMeta, args.meta, bar, 0, unit, from.panel);
+  const u32 meta = smem + S::kMetaAt + stage * S::kMeta;
+  tma_load(meta, args.meta, bar, 0, unit * C::kWords, from.panel);
 }
 
 template <class C>
@@ -207,29 +214,19 @@ __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at)
 // ---- Consumers ---------------------------------------------------------------------------------
 
 template <class C>
-using Sums = float[C::kPanels][C::kTokens / 2];
-
-// Reads of these sums stay behind what is in front of this: the last wait of the main loop, or the
-// piece of the epilogue before them (all pieces at once would not fit into registers).
-template <int N>
-__device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
-#pragma unroll
-  for (int i = first; i < first + count; i += 8) {
-    // Eight at a time: each statement is a point that all sums must pass while it is compiled.
-    asm volatile(""
-                 : "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]),
-                   "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]),
-                   "+f"(sums[i + 7])::"memory");
-  }
-}
+using Sums = typename C::Number[C::kPanels][C::kTokens / 2];
+template <class C>
+using Words = u32[C::kPanels][C::kUnits * C::kWords];
 
 template <class C, int Panel = 0>
-__device__ __forceinline__ void multiply_panels(u64 a, u64 b, const u32 (&e)[C::kPanels][C::kUnits],
-                                                int unit) {
+__device__ __forceinline__ void multiply_panels(u64 a, u64 b, const Words<C>& e, int unit) {
   if constexpr (Panel < C::kPanels) {
     const u64 values[2] = {a, a + (Smem<C>::kPanels * kStepBytes >> 4)};
     const u64 tokens[2] = {b, b + (64 >> 4)};
-    C::template multiply<Panel>(values, tokens, e[Panel][unit]);
+    u32 words[C::kWords];
+#pragma unroll
+    for (int i = 0; i < C::kWords; ++i) words[i] = e[Panel][unit * C::kWords + i];
+    C::template multiply<Panel>(values, tokens, words);
     multiply_panels<C, Panel + 1>(a + (kStepBytes >> 4), b, e, unit);
   }
 }
@@ -250,15 +247,15 @@ __device__ __forceinline__ void read_panels(Sums<C>& d) {
   }
 }
 
-// One stage: its indices into registers that no wgmma in flight reads, its products issued, and the
-// stage before it released once they alone are in flight.
+// The products of the stage that the ring is at, once it is full: indices into registers that no
+// wgmma in flight reads, then all instructions as one batch.
 template <class C>
-__device__ __forceinline__ void multiply_stage(u32 (&e)[C::kPanels][C::kUnits], u32 smem, u32 wg,
-                                               Ring<C::kStages>& ring, u32 freed, bool first) {
+__device__ __forceinline__ void issue_stage(Words<C>& e, u32 smem, u32 wg, Ring<C::kStages> ring) {
   using S = Smem<C>;
   constexpr u32 kStepsApart = S::kPanels * kStepBytes;
-  const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta + wg * C::kPanels * C::kUnits * 512 +
-                   threadIdx.x % 128 * 4;
+  constexpr int kOfPanel = C::kUnits * C::kWords;
+  const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta +
+                   wg * C::kPanels * kOfPanel * kWordBytes + threadIdx.x % 128 * 4;
   const u64 a = core_matrix_descriptor(
       smem + S::kValuesAt + ring.stage * S::kValues + wg * C::kPanels * kStepBytes, 128, 256);
   const u64 b = swizzled_descriptor(smem + ring.stage * S::kX);
@@ -266,7 +263,9 @@ __device__ __forceinline__ void multiply_stage(u32 (&e)[C::kPanels][C::kUnits], 
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll
-    for (int u = 0; u < C::kUnits; ++u) e[p][u] = load_shared<0>(meta + (p * C::kUnits + u) * 512);
+    for (int i = 0; i < kOfPanel; ++i) {
+      e[p][i] = load_shared<0>(meta + (p * kOfPanel + i) * kWordBytes);
+    }
   }
   wgmma_fence();
 #pragma unroll
@@ -275,14 +274,42 @@ __device__ __forceinline__ void multiply_stage(u32 (&e)[C::kPanels][C::kUnits], 
     multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, e, u);
   }
   wgmma_commit();
+}
+
+// One stage; the stage before it is released once this one alone is in flight.
+template <class C>
+__device__ __forceinline__ void multiply_stage(Words<C>& e, u32 smem, u32 wg,
+                                               Ring<C::kStages>& ring, u32 freed, bool first) {
+  issue_stage<C>(e, smem, wg, ring);
   wgmma_wait<1>();
   if (!first) release<C>(freed, ring.previous());
   ring.advance();
 }
 
+// All of k in the registers of the tensor cores, which for 8-bit floats keep fewer bits of a sum
+// than float32 has.
+template <class C>
+__device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem, u32 wg,
+                                         Ring<C::kStages>& ring, u32 freed) {
+  zero_panels<C>();
+  Words<C> e[2];
+  // do, not while: a path around the loop makes ptxas copy the sums while they are in flight.
+  int k = 0;
+#pragma unroll 1
+  do {
+    multiply_stage<C>(e[0], smem, wg, ring, freed, k == 0);
+    multiply_stage<C>(e[1], smem, wg, ring, freed, false);
+    k += 2;
+  } while (k < args.stages_of_k);
+  wgmma_wait<0>();
+  read_panels<C>(d);
+  release<C>(freed, ring.previous());
+}
+
 }  // namespace spmm_nm
 
 #include "./epilogue.cuh"
+#include "./promoted.cuh"
 
 namespace spmm_nm {
 
@@ -303,8 +330,9 @@ __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C>
     const u32 bar = cluster_address(smem + S::kPartsAt, rank);
 #pragma unroll
     for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
-      const float* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
-      store_async_x4(to + i / 4 * 2048, bar, sums[0], sums[1], sums[2], sums[3]);
+      const auto* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      store_async_x4(to + i / 4 * 2048, bar, bits(sums[0]), bits(sums[1]), bits(sums[2]),
+                     bits(sums[3]));
     }
     return;
   }
@@ -313,10 +341,12 @@ __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C>
   for (int part = 0; part < C::kClusterK - 1; ++part) {
 #pragma unroll
     for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
-      float* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      auto* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
       const uint4 other = load_shared_x4(mine + part * S::kPart + i / 4 * 2048);
-      sums[0] += __uint_as_float(other.x), sums[1] += __uint_as_float(other.y);
-      sums[2] += __uint_as_float(other.z), sums[3] += __uint_as_float(other.w);
+      sums[0] += number<typename C::Number>(other.x),
+          sums[1] += number<typename C::Number>(other.y);
+      sums[2] += number<typename C::Number>(other.z),
+          sums[3] += number<typename C::Number>(other.w);
     }
   }
 }
@@ -329,25 +359,18 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
   Ring<C::kStages> ring;
   u32 turn = 0;
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    zero_panels<C>();
-    u32 e[2][C::kPanels][C::kUnits];
-    // do, not while: a path around the loop makes ptxas copy the sums while they are in flight.
-    int k = 0;
-#pragma unroll 1
-    do {
-      multiply_stage<C>(e[0], smem, wg, ring, freed, k == 0);
-      multiply_stage<C>(e[1], smem, wg, ring, freed, false);
-      k += 2;
-    } while (k < args.stages_of_k);
-    wgmma_wait<0>();
+    const Origin from = origin_of<C>(args, index, at);
     Sums<C> d;
-    read_panels<C>(d);
-    release<C>(freed, ring.previous());
+    if constexpr (C::kPromoted) {
+      sum_promoted<C>(args, d, smem, wg, ring, freed, from, at.part * args.stages_of_k);
+    } else {
+      sum_fast<C>(args, d, smem, wg, ring, freed);
+    }
     if constexpr (C::kClusterK > 1) {
       add_parts<C>(d, smem, wg, at);
       if (at.part > 0) return;
     }
-    store_tile<C>(args, d, smem, wg, turn, origin_of<C>(args, index, at));
+    store_tile<C>(args, d, smem, wg, turn, from);
   }
 }
 
@@ -356,7 +379,12 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   constexpr bool kCluster = kBlocks<C> > 1;
   const u32 smem = shared_address(dynamic);
   const Place<C> at(kCluster ? cluster_rank() : 0);
-  if (smem % 1024 != 0) __trap();  // swizzled tiles start on 1024 bytes
+  if (smem % 1024 != 0) __trap();             // swizzled tiles start on 1024 bytes
+  if (threadIdx.x == C::kWarpgroups * 128) {  // else the first load waits for them
+    prefetch(args.x);
+    prefetch(args.values);
+    prefetch(args.meta);
+  }
   init_barriers<C>(smem);
   if constexpr (kCluster) {
     cluster_sync();

@@ -7,16 +7,25 @@ from functools import cache
 from struct import Struct
 from typing import NoReturn
 
-from ...compiler.wgmma import sparse_product
+from ...compiler.wgmma import sparse_product, words_of
 from ...errors import ArgumentError
 from ...plan import KernelSpec, target
 from ...plan.budget import check, warpgroup_registers
 
 PANEL = 64  # out-features of one instruction, rows of a panel of the packed layout
-UNIT = 64  # columns of k in a unit of the packed layout
+WORD = 64  # columns of k that share an index word of the packed layout
 MAP_BYTES = 128
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "int32": "s32",
+    "int8": "s8",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+_UNIT_BITS = 1024  # of a token: 64 columns of 16 bits, or 128 of 8
 _SMEM_BYTES = target("h200").smem_per_block
 _MOST_STAGES = 8
 _MOST_CLUSTER = 8  # more needs a kernel that says so when it is loaded
@@ -30,11 +39,12 @@ class Config:
         warpgroups: Consumers, 1 to 4.
         panels: Panels of 64 out-features each of them multiplies.
         tokens: Tokens of a tile, a multiple of 16, 256 at most.
-        units: Units of 64 columns of k in a stage.
+        units: Units of 128 bytes of k in a stage.
         stages: Stages of shared memory, at least 2.
         cluster_out: Blocks that share their tokens.
         cluster_tokens: Blocks that share their weights.
         cluster_k: Blocks that share a tile, each a part of k.
+        bits: Of an entry of x and w, 16 or 8.
 
     Raises:
         ArgumentError: No block can work like that. What is left may still want more registers than
@@ -44,8 +54,8 @@ class Config:
         >>> Config(2, 1, tokens=64, units=2, stages=20)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
-stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1) with 713024 bytes of shared memory. \
-Required: at most 232448. Try: stages=6.
+stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16) with 713024 bytes of shared \
+memory. Required: at most 232448. Try: stages=6.
     """
 
     warpgroups: int
@@ -56,6 +66,7 @@ Required: at most 232448. Try: stages=6.
     cluster_out: int = 1
     cluster_tokens: int = 1
     cluster_k: int = 1
+    bits: int = 16
 
     @property
     def cluster(self) -> int:
@@ -68,6 +79,8 @@ Required: at most 232448. Try: stages=6.
                 "", "positive whole numbers", "one of hopsparse.ops.spmm_nm.plan.CANDIDATES"
             )
         warpgroup_registers(self.warpgroups)
+        if self.bits not in (16, 8):
+            self._refuse("", "entries of 16 or 8 bits", "bits=16")
         if self.tokens % 16 or self.tokens > 256:
             near = min(256, max(16, self.tokens // 16 * 16))
             self._refuse("", "tokens that wgmma takes in steps of 16, up to 256", f"tokens={near}")
@@ -100,10 +113,20 @@ Required: at most 232448. Try: stages=6.
         return PANEL * self.warpgroups * self.panels
 
     @property
+    def columns(self) -> int:
+        """Columns of k of a stage."""
+        return self.units * _UNIT_BITS // self.bits
+
+    @property
+    def words(self) -> int:
+        """Index words a thread of a unit."""
+        return _UNIT_BITS // self.bits // WORD
+
+    @property
     def name(self) -> str:
         """Tile, stages and cluster, as people write them."""
         return (
-            f"{self.out}x{self.tokens}x{UNIT * self.units}_w{self.warpgroups}_s{self.stages}"
+            f"{self.out}x{self.tokens}x{self.columns}_w{self.warpgroups}_s{self.stages}"
             f"_c{self.cluster_out}x{self.cluster_tokens}"
             + (f"x{self.cluster_k}" if self.cluster_k > 1 else "")
         )
@@ -117,7 +140,7 @@ Required: at most 232448. Try: stages=6.
     def stage_bytes(self) -> int:
         """Shared memory of a stage: tokens, kept values, index words."""
         panels = self.warpgroups * self.panels
-        return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512))
+        return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512 * self.words))
 
     @property
     def most_stages(self) -> int:
@@ -145,13 +168,48 @@ def deepest(config: Config) -> Config:
     return replace(config, stages=min(_MOST_STAGES, config.most_stages))
 
 
-#: What follows the three tensor maps in the argument struct: y, bias, residual; alpha; tokens, out,
-#: stages of k, tiles along out and tokens, raster group, rows of x. It is as aligned as the maps.
-SCALARS = Struct("<3Q f 7i 8x")
+#: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x;
+#: alpha, multiplier of y; tokens, out, stages of k, tiles along out and tokens, raster group, rows
+#: of x; scales a row of w, step of those of x. It is as aligned as the maps.
+SCALARS = Struct("<5Q 2f 9i 44x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
-@cache
+@dataclass(frozen=True)
+class Numbers:
+    """What a kernel computes with; dtypes by torch's names.
+
+    Attributes:
+        w: Of the kept values.
+        x: Of the tokens.
+        out: Of y.
+        promoted: Leave the tensor cores after every stage, to add in float32.
+        grouped: w has a scale for every stage of columns; those are promoted too.
+    """
+
+    w: str
+    x: str
+    out: str
+    promoted: bool = False
+    grouped: bool = False
+
+    @property
+    def kind(self) -> str:
+        """As `sparse_product` names it."""
+        w, x = _TYPES[self.w], _TYPES[self.x]
+        return w if w == x else f"{w}.{x}"
+
+    @property
+    def bias(self) -> str:
+        """Dtype of a bias: that of y where it can hold one."""
+        return self.out if self.out in ("bfloat16", "float16") else "float32"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether w and x have scales."""
+        return words_of(self.kind) > 1
+
+
 def spec_for(
     config: Config,
     dtype: str,
@@ -161,7 +219,7 @@ def spec_for(
     residual: bool = False,
     direct: bool = False,
 ) -> KernelSpec:
-    """The kernel of a config.
+    """The kernel of a config for 16-bit w and x.
 
     Args:
         config: Tile, stages, cluster.
@@ -174,16 +232,26 @@ def spec_for(
     Raises:
         UnsupportedError: It does not fit an SM.
     """
-    out_dtype = out_dtype or dtype
-    direct = direct or out_dtype == "float32"
+    numbers = Numbers(dtype, dtype, out_dtype or dtype)
+    return spec_of_numbers(config, numbers, activation, residual, direct)
+
+
+@cache
+def spec_of_numbers(
+    config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool
+) -> KernelSpec:
+    """The kernel of a config for any dtypes; the rest is as for `spec_for`."""
+    direct = direct or stores_directly(0, numbers.out)
     producer, consumer = warpgroup_registers(config.warpgroups)
-    extras = "".join(f" {word}" for word in (activation, out_dtype) if word not in ("none", dtype))
+    words = [activation] if activation != "none" else []
+    words += [numbers.out] if numbers.scaled or numbers.out != numbers.x else []
+    words += [each for each in ("promoted", "grouped") if getattr(numbers, each)]
+    words += ["residual"] * residual + ["direct"] * direct
     spec = KernelSpec(
         op="spmm_nm",
-        name=f"{_TYPES[dtype]} {config.name}{extras}"
-        f"{' residual' if residual else ''}{' direct' if direct else ''}",
+        name=" ".join([numbers.kind, config.name, *words]),
         kernel="ops/spmm_nm/kernel.cuh",
-        text=_text(config, dtype, out_dtype, activation, residual, direct),
+        text=_text(config, numbers, activation, residual, direct),
         entry="spmm_nm_kernel",
         threads=128 * (config.warpgroups + 1),
         cluster=(config.cluster, 1, 1),
@@ -194,9 +262,7 @@ def spec_for(
     return spec
 
 
-def _text(
-    config: Config, dtype: str, out_dtype: str, activation: str, residual: bool, direct: bool
-) -> str:
+def _text(config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool) -> str:
     """What follows kernel.cuh: its Config, and the entry."""
     producer, consumer = warpgroup_registers(config.warpgroups)
     threads = 128 * (config.warpgroups + 1)
@@ -204,14 +270,17 @@ def _text(
 struct Config {{
   static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
   static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
+  static constexpr int kWords = {config.words};
   static constexpr int kStages = {config.stages}, kStoreTokens = {config.store_tokens};
   static constexpr int kClusterOut = {config.cluster_out};
   static constexpr int kClusterTokens = {config.cluster_tokens}, kClusterK = {config.cluster_k};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
-  static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
+  static constexpr bool kDirect = {_cpp(direct)}, kResidual = {_cpp(residual)};
+  static constexpr bool kScaled = {_cpp(numbers.scaled)}, kGrouped = {_cpp(numbers.grouped)};
+  static constexpr bool kPromoted = {_cpp(numbers.promoted or numbers.grouped)};
   static constexpr Activation kActivation = Activation::{activation};
-  static constexpr Type kIn = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out_dtype]};
-{sparse_product(_TYPES[dtype], config.tokens, config.panels)}}};
+  static constexpr Type kOut = Type::{_TYPES[numbers.out]}, kBias = Type::{_TYPES[numbers.bias]};
+{sparse_product(numbers.kind, config.tokens, config.panels)}}};
 
 static_assert(sizeof(spmm_nm::Args) == {ARGS_BYTES}, "Args of kernel.cuh and of plan.py differ");
 static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)},
@@ -225,6 +294,10 @@ extern "C" __global__ void __cluster_dims__({config.cluster}, 1, 1) __launch_bou
 """
 
 
+def _cpp(value: bool) -> str:
+    return str(value).lower()
+
+
 def stores_directly(out: int, out_dtype: str) -> bool:
-    """Whether y [tokens, out] is stored directly: float32, or rows that start off 16 bytes."""
-    return out_dtype == "float32" or out * 2 % 16 != 0
+    """Whether y [tokens, out] is stored directly: no 16 bits, or rows that start off 16 bytes."""
+    return out_dtype not in ("bfloat16", "float16") or out * 2 % 16 != 0

@@ -257,7 +257,7 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return f"{w.pattern} needs x gathered for each window"
     if not (w.values.is_contiguous() and w.meta.is_contiguous()):
         return "a part of w is not contiguous"
-    if not _is_hopper(x.device.index):
+    if not is_hopper(x.device.index):
         return "the GPU is no H100 or H200"
     if is_transformed():
         return "torch.func or a forward derivative is at work"
@@ -336,7 +336,8 @@ def check_epilogue(
 _HOPPER: dict[int, bool] = {}
 
 
-def _is_hopper(device: int) -> bool:
+def is_hopper(device: int) -> bool:
+    """Whether the kernel runs on a GPU, by its ordinal."""
     known = _HOPPER.get(device)
     if known is None:
         known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)

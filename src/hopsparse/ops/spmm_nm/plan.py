@@ -11,7 +11,7 @@ import torch
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
 from .cost import Problem, predicted_us, suits
-from .kernel import Config, deepest, spec_for, stores_directly
+from .kernel import Config, Numbers, deepest, spec_for, spec_of_numbers, stores_directly
 
 __all__ = [
     "CANDIDATES",
@@ -34,8 +34,9 @@ _STEP = 16
 #: What cuBLAS does, by its name in tuning results. Another torch brings another cuBLAS.
 DENSE = f"dense, torch {torch.__version__}"
 
-#: Instructions that every kernel of this operator must hold.
-SASS = ("HGMMA.SP", "UTMALDG", "USETMAXREG")
+#: Instructions that every kernel of this operator must hold; `sass_of` adds its product.
+SASS = ("UTMALDG", "USETMAXREG")
+_PRODUCTS = {"bf16": "HGMMA.SP", "f16": "HGMMA.SP", "s8": "IGMMA.SP"}
 
 
 def _tile(
@@ -71,6 +72,11 @@ CANDIDATES: tuple[Config, ...] = (
     _tile(1, 1, 16, 2, (1, 1, 2)),
     _tile(1, 1, 16, 2, (1, 1, 4)),
 )
+
+
+def sass_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Instructions that a kernel must hold."""
+    return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *SASS)
 
 
 def candidates(
@@ -189,4 +195,43 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
+    return specs + _eight_bit_specs()
+
+
+def _eight_bit_specs() -> list[KernelSpec]:
+    fp8, plain = "float8_e4m3fn", ("none", False, False)
+    specs = []
+    for numbers in (Numbers(fp8, fp8, "bfloat16"), Numbers("int8", "int8", "bfloat16")):
+        specs += [spec_of_numbers(c, numbers, *plain) for c in eight_bit(numbers)]
+    for summed in ({"promoted": True}, {"grouped": True}):
+        numbers = Numbers(fp8, fp8, "bfloat16", **summed)
+        specs += [spec_of_numbers(c, numbers, *plain) for c in eight_bit(numbers)]
+    for numbers in (
+        Numbers(fp8, fp8, fp8),
+        Numbers(fp8, "float8_e5m2", "float16"),
+        Numbers("int8", "int8", "int8"),
+        Numbers("int8", "int8", "int32"),
+        Numbers("int8", "int8", "float32"),
+    ):
+        first, *_, last = eight_bit(numbers)
+        specs += [spec_of_numbers(c, numbers, *plain) for c in (first, last)]
+        if numbers.out not in ("int8", "int32", fp8):
+            specs.append(spec_of_numbers(first, numbers, "silu", True, False))
     return specs
+
+
+@cache
+def eight_bit(numbers: Numbers) -> tuple[Config, ...]:
+    """Every tile that an 8-bit product considers.
+
+    Sums that leave the tensor cores stage by stage need registers twice: one panel a warpgroup, 128
+    tokens at most. Where stages have scales, one is a group of 128 columns.
+
+    Args:
+        numbers: Dtypes, and how sums are taken.
+    """
+    twice = numbers.promoted or numbers.grouped
+    fits = [c for c in CANDIDATES if not twice or (c.panels == 1 and c.tokens <= 128)]
+    units = [1 if numbers.grouped else config.units for config in fits]
+    made = (replace(c, units=n, stages=2, bits=8) for c, n in zip(fits, units, strict=True))
+    return tuple(dict.fromkeys(deepest(config) for config in made))

@@ -1,0 +1,183 @@
+"""spmm_nm of 8-bit codes: y = act((w_scale x x_scale) * (x @ w.T) + bias) + residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...formats._windows import windows_of
+from ...formats.nm import NM
+from .._product import Plan
+from .kernel import ACTIVATIONS, Config
+from .op import is_hopper
+from .scaled_dispatch import GROUP, Call, Pair, scaled
+
+CODES = (torch.int8, torch.float8_e4m3fn)
+_X_DTYPES = {torch.int8: (torch.int8,), CODES[1]: (torch.float8_e4m3fn, torch.float8_e5m2)}
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
+_SUMS = ("promoted", "fast")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What 8-bit codes stand for, and how they are added up.
+
+    Attributes:
+        w: float32, one for all [1], for each out-feature [out] or [out, 1], or for each 128 columns
+            of it [out, ceil(k / 128)]; None is 1.
+        x: float32, one for all [1], or for each token [..., 1]; None is 1.
+        out: What a code of an 8-bit result stands for; such a result needs it.
+        sums: Of 8-bit floats. `promoted` leaves the tensor cores every 128 or 256 columns, to add
+            in float32. `fast` stays there, where a sum keeps about 14 bits. Integers are exact.
+    """
+
+    w: Tensor | None = None
+    x: Tensor | None = None
+    out: float | None = None
+    sums: str = "promoted"
+
+
+def spmm_nm_scaled(
+    w: NM,
+    x: Tensor,
+    scaling: Scaling = Scaling(),
+    *,
+    bias: Tensor | None = None,
+    act: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: Config | None = None,
+) -> Tensor:
+    """Multiply 8-bit codes by a 2:4 weight of codes, scale, and finish, in one launch.
+
+    On a Hopper GPU a 2:4 or 1:4 weight runs as one kernel, whatever the shape; all else decodes w
+    and multiplies in float32. Integer sums are exact in int32. NaN and infinity of 8-bit floats and
+    of scales reach the result, but for one in int8: there NaN is 0. No gradients: codes have none.
+
+    Args:
+        w: [out, k] of int8 or float8_e4m3fn.
+        x: [..., k] of int8, or for a float8_e4m3fn weight of float8_e4m3fn or float8_e5m2. Any
+            strides; rows that do not start on 16 bytes, or that are transposed, are copied.
+        scaling: Scales, and how to add.
+        bias: [out], of out_dtype where that is 16-bit, else float32; or None.
+        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
+        residual: [..., out] of out_dtype, which is then float32, bfloat16 or float16; or None.
+        out_dtype: bfloat16, float16 or float32; int32, the sums of int8 as they are; or int8 or
+            float8_e4m3fn: the nearest code of the value over `scaling.out`, at most 127 or 448.
+        config: The kernel's tile; None chooses one.
+
+    Returns:
+        [..., out], contiguous.
+
+    Raises:
+        ArgumentError: Arguments do not fit each other.
+        UnsupportedError: A side is longer than 2^31 - 2^13; or a CUDA graph is being captured, and
+            the kernel is not loaded yet.
+
+    Example:
+        >>> w = NM.from_dense(torch.tensor([[3, 0, 0, -4], [0, 5, 0, 0]], dtype=torch.int8))
+        >>> x = torch.tensor([[2, 1, 7, 1]], dtype=torch.int8)
+        >>> spmm_nm_scaled(w, x, Scaling(x=torch.tensor([0.5])), out_dtype=torch.float32)
+        tensor([[1.0000, 2.5000]])
+    """
+    call = Call(scaling.sums, act or "none", scaling.out, out_dtype, config)
+    _check(w, x, scaling, call)
+    scales, added = (scaling.w, scaling.x), (bias, residual)
+    _check_added(w, x, scales, added, call)
+    return scaled(w, x, scales, added, call)
+
+
+def plan_scaled(w: NM, x: Tensor) -> Plan:
+    """What `spmm_nm_scaled(w, x)` will run."""
+    if x.device.type == "cpu":
+        return Plan("spmm_nm_scaled", "reference", "x is on the CPU; w is decoded at every call")
+    if (reason := why_no_kernel(w, x)) is not None:
+        return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
+    return Plan("spmm_nm_scaled", "kernel", "wgmma.sp")
+
+
+def why_no_kernel(w: NM, x: Tensor) -> str | None:
+    """What keeps the kernel from running, as a clause; None if nothing does."""
+    if not x.is_cuda:
+        return f"x is on {x.device.type}"
+    if windows_of(w.pattern) != 1:
+        return f"{w.pattern} needs x gathered for each window"
+    return None if is_hopper(x.device.index) else "the GPU is no H100 or H200"
+
+
+def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
+    if not isinstance(w, NM) or w.dtype not in CODES:
+        kind = w.dtype if isinstance(w, NM) else type(w).__name__
+        _refuse(f"w of {kind}", "an NM matrix of int8 or float8_e4m3fn", "spmm_nm for 16 bits")
+    if not torch.compiler.is_compiling():
+        w._check_parts()
+    (out, k), dtypes = w.shape, _X_DTYPES[w.dtype]
+    if x.ndim < 1 or x.shape[-1] != k:
+        _refuse(f"x of shape {list(x.shape)}", f"[..., {k}] for a weight [{out}, {k}]", "x.mT")
+    if x.dtype not in dtypes or x.device != w.device:
+        need = f"{' or '.join(map(str, dtypes))} on {w.device}"
+        _refuse(f"x is {x.dtype} on {x.device}", need, "hopsparse.quant, which makes codes of x")
+    if call.sums not in _SUMS:
+        _refuse(f"sums={call.sums!r}", "one of " + ", ".join(_SUMS), "'promoted'")
+    if call.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS[1:])
+        _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
+    if call.config is not None and call.config.bits != 8:
+        _refuse(f"config {call.config.name} of 16 bits", "a tile of 8 bits", "config=None")
+    groups = -(-k // GROUP)
+    _check_scale("w", scaling.w, x, ((1,), (out,), (out, 1), (out, groups)))
+    _check_scale("x", scaling.x, x, ((1,), (*x.shape[:-1], 1)))
+
+
+def _check_scale(
+    name: str, scale: Tensor | None, x: Tensor, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    if scale is None:
+        return
+    if scale.dtype != torch.float32 or scale.device != x.device or scale.shape not in shapes:
+        shown = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        _refuse(
+            f"scale of {name} {list(scale.shape)} of {scale.dtype} on {scale.device}",
+            f"float32 {shown} on {x.device}",
+            "scale.float(), one number a row",
+        )
+
+
+def _check_added(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> None:
+    bias, residual = added
+    dtype, out = call.out_dtype, w.shape[0]
+    known = (*_WIDE, torch.int32, *CODES)
+    if dtype not in known:
+        _refuse(f"out_dtype={dtype}", ", ".join(map(str, known)), "torch.bfloat16")
+    if (call.out_scale is not None) != (dtype in CODES) or not (call.out_scale or 1) > 0:
+        need = "a positive one for a result in 8 bits, none for any other"
+        _refuse(f"scaling.out={call.out_scale} for {dtype}", need, "Scaling(out=0.1)")
+    scaled_up = (*scales, bias) != (None, None, None) or call.activation != "none"
+    if dtype == torch.int32 and (w.dtype != torch.int8 or scaled_up):
+        _refuse("a result of int32 with more to do", "sums of int8 as they are", "float32")
+    wanted = dtype if dtype in _WIDE else torch.float32
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != ((out,), wanted, x.device):
+        fact = f"bias {list(bias.shape)} of {bias.dtype} on {bias.device}"
+        _refuse(fact, f"[{out}] of {wanted} on {x.device}", f"bias.to({wanted})")
+    shape = (*x.shape[:-1], out)
+    if residual is not None and (
+        dtype not in _WIDE
+        or (residual.shape, residual.dtype, residual.device) != (shape, dtype, x.device)
+    ):
+        fact = f"residual {list(residual.shape)} of {residual.dtype} for {dtype}"
+        _refuse(fact, f"{list(shape)} as the result, of 16 or 32 bits", "an addition after it")
+    terms = [tensor for tensor in (*scales, *added) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in terms):
+        _refuse(
+            "a scale, bias or residual that requires a gradient",
+            "none that does",
+            "torch.no_grad(), or detach()",
+        )
+
+
+def _refuse(fact: Any, need: str, hint: str) -> NoReturn:
+    raise ArgumentError(f"spmm_nm_scaled: {fact}", need=need, hint=hint or need)

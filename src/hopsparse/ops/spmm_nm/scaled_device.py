@@ -1,0 +1,106 @@
+"""spmm_nm_scaled on a GPU: a call that was seen before is one look-up and one launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from ...formats.nm import NM
+from ...launch import Bound, current_stream, device_facts
+from .cost import Problem, predicted_us, suits
+from .device import Launch, Scales, check_sides, planned, rows_for_tma
+from .kernel import Config, Numbers
+from .plan import eight_bit
+from .scaled_dispatch import Call, Pair
+
+_MOST_BOUND = 4096
+_BOUND: dict[tuple[object, ...], Bound] = {}
+
+
+def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
+    """The product of arguments that were checked; as for `scaled_dispatch.scaled`."""
+    (out, k), (w_scale, x_scale), device = w.shape, scales, x.get_device()
+    y = torch.empty((*x.shape[:-1], out), dtype=call.out_dtype, device=x.device)
+    tokens = x.numel() // k
+    if tokens == 0:
+        return y
+    if not x.is_contiguous() or k % 16 or x.data_ptr() % 16:
+        x = rows_for_tma(x)
+    row = x.stride(-2) if x.ndim > 1 and not x.is_contiguous() else k
+    # All that a launch reads is made contiguous, and lives as long as this call.
+    bias, residual, w_scale, x_scale = (
+        None if each is None else each.contiguous() for each in (*added, w_scale, x_scale)
+    )
+    if residual is not None and residual.data_ptr() % 16:
+        residual = residual.clone()  # read 16 bytes at a time
+    one, stream = _one(device), current_stream(device)
+    groups = 0 if w_scale is None or w_scale.numel() == 1 else w_scale.numel() // out
+    x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
+    key = (
+        (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
+        (_address(bias), _address(residual), _address(w_scale), _address(x_scale)),
+        *(groups, x_step, tokens, out, k, row, w.dtype, x.dtype, call, device, stream),
+    )
+    bound = _BOUND.get(key)
+    if bound is None:
+        numbers = _numbers(w.dtype, x.dtype, call, groups)
+        problem, has_residual = Problem(tokens, out, k), residual is not None
+        launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
+        layout = Scales(
+            _address(one if w_scale is None else w_scale),
+            _address(one if x_scale is None else x_scale),
+            groups,
+            x_step,
+            1.0 if call.out_scale is None else 1 / call.out_scale,
+        )
+        if len(_BOUND) >= _MOST_BOUND:
+            _BOUND.clear()
+        bound = launch.bind(stream, key[0], row, key[1][:2], 1.0, layout)
+        _BOUND[key] = bound
+    bound()
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    problem: Problem,
+    numbers: Numbers,
+    activation: str,
+    has_residual: bool,
+    device: int,
+    config: Config | None,
+) -> Launch:
+    check_sides(problem)
+    config = config or choose_scaled(problem, numbers, device_facts(device).sm_count)
+    return planned(problem, numbers, activation, has_residual, device, config)
+
+
+def choose_scaled(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
+    """The tile that is predicted to be fastest; one for 16 token counts.
+
+    Args:
+        problem: Sizes, all positive.
+        numbers: Dtypes, and how sums are taken.
+        sm_count: SMs of the GPU.
+    """
+    rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
+    suited = [config for config in eight_bit(numbers) if suits(config, rounded, sm_count)]
+    return min(suited, key=lambda config: predicted_us(config, rounded, sm_count))
+
+
+def _numbers(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
+    of_w, of_x, of_y = (str(each).removeprefix("torch.") for each in (w, x, call.out_dtype))
+    promoted = w is not torch.int8 and call.sums == "promoted"
+    return Numbers(of_w, of_x, of_y, promoted, grouped=groups > 1)
+
+
+@cache
+def _one(device: int) -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
