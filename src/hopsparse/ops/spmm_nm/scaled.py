@@ -138,7 +138,7 @@ def _check_scale(
 ) -> None:
     if scale is None:
         return
-    if scale.dtype != torch.float32 or scale.device != x.device or scale.shape not in shapes:
+    if scale.dtype != torch.float32 or scale.device != x.device or tuple(scale.shape) not in shapes:
         shown = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         _refuse(
             f"scale of {name} {list(scale.shape)} of {scale.dtype} on {scale.device}",
@@ -153,10 +153,12 @@ def _check_added(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Non
     known = (*_WIDE, torch.int32, *CODES)
     if dtype not in known:
         _refuse(f"out_dtype={dtype}", ", ".join(map(str, known)), "torch.bfloat16")
-    if (call.out_scale is not None) != (dtype in CODES) or not (call.out_scale or 1) > 0:
+    if (call.out_scale is not None) != (dtype in CODES) or not (
+        call.out_scale is None or call.out_scale > 0
+    ):
         need = "a positive one for a result in 8 bits, none for any other"
         _refuse(f"scaling.out={call.out_scale} for {dtype}", need, "Scaling(out=0.1)")
-    scaled_up = (*scales, bias) != (None, None, None) or call.activation != "none"
+    scaled_up = any(t is not None for t in (*scales, bias)) or call.activation != "none"
     if dtype == torch.int32 and (w.dtype != torch.int8 or scaled_up):
         _refuse("a result of int32 with more to do", "sums of int8 as they are", "float32")
     wanted = dtype if dtype in _WIDE else torch.float32

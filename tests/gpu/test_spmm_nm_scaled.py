@@ -1,0 +1,217 @@
+"""The 8-bit product on an H100 or H200: exact where it can be, against the definition elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopsparse.formats import NM
+from hopsparse.ops import Scaling, spmm_nm_scaled
+from hopsparse.ops.spmm_nm.kernel import Config, Numbers
+from hopsparse.ops.spmm_nm.plan import eight_bit
+from hopsparse.ops.spmm_nm.scaled import plan_scaled
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8, INT8 = "float8_e4m3fn", "int8"
+# tokens, out, k: a whole tile; ragged on all sides; one token; several waves; an odd number of
+# units and words; rows that TMA cannot read as they are.
+SHAPES = [
+    (256, 256, 512),
+    (513, 1032, 1168),
+    (1, 64, 128),
+    (384, 520, 704),
+    (1000, 2048, 512),
+    (33, 200, 4160),
+    (70, 70, 2068),
+]
+KINDS = {
+    "int8": (torch.int8, Scaling(), Numbers(INT8, INT8, "bfloat16")),
+    "fast": (E4M3, Scaling(sums="fast"), Numbers(FP8, FP8, "bfloat16")),
+    "promoted": (E4M3, Scaling(), Numbers(FP8, FP8, "bfloat16", promoted=True)),
+    "grouped": (E4M3, Scaling(), Numbers(FP8, FP8, "bfloat16", grouped=True)),
+}
+TILES = [
+    pytest.param(kind, config, id=f"{kind}-{config.name}")
+    for kind, (*_, numbers) in KINDS.items()
+    for config in eight_bit(numbers)
+]
+
+
+def integers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randint(-2, 3, shape, device=device).to(dtype)
+
+
+def two_four(out: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Integers, two of every four columns; all pairs of columns occur."""
+    dense = torch.randint(-2, 3, (out, k), device=device)
+    rank = torch.rand(out, -(-k // 4), 4, device=device).argsort(-1)
+    return (dense * (rank < 2).flatten(1)[:, :k]).to(dtype)
+
+
+def exact(x: Tensor, dense: Tensor) -> Tensor:
+    return x.double() @ dense.double().T
+
+
+@pytest.mark.parametrize(("kind", "config"), TILES)
+def test_every_tile_is_exact(kind: str, config: Config, device: torch.device) -> None:
+    dtype, scaling, numbers = KINDS[kind]
+    for tokens, out, k in SHAPES:
+        torch.manual_seed(tokens)
+        dense, x = two_four(out, k, dtype, device), integers((tokens, k), dtype, device)
+        wide = dense.double()
+        if numbers.grouped:
+            scale = 2.0 ** torch.randint(-1, 2, (out, -(-k // 128)), device=device)
+            scaling = replace(scaling, w=scale)
+            wide = wide * scale.repeat_interleave(128, 1)[:, :k]
+        y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, out_dtype=torch.float32, config=config)
+        assert torch.equal(y.double(), x.double() @ wide.T), (tokens, out, k)
+
+
+@pytest.mark.parametrize(("kind", "config"), TILES[::5])
+def test_16_bit_results_leave_by_lines(kind: str, config: Config, device: torch.device) -> None:
+    dtype, scaling, _ = KINDS[kind]
+    for tokens, out, k in SHAPES:
+        torch.manual_seed(out)
+        dense, x = two_four(out, k, dtype, device), integers((tokens, k), dtype, device)
+        scaling = replace(
+            scaling,
+            w=2.0 ** torch.randint(-1, 2, (out, 1), device=device),
+            x=2.0 ** torch.randint(-1, 2, (tokens, 1), device=device),
+        )
+        y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, config=config)
+        expected = exact(x, dense) * scaling.x.double() * scaling.w.double().T
+        assert torch.equal(y, expected.bfloat16()), (tokens, out, k)
+
+
+def test_sums_of_int8_are_exact_at_their_ends(device: torch.device) -> None:
+    dense = torch.zeros(64, 65536, dtype=torch.int8, device=device)
+    dense.view(64, -1, 4)[..., 1:3] = -128
+    x = torch.full((3, 65536), -128, dtype=torch.int8, device=device)
+    y = spmm_nm_scaled(NM.from_dense(dense), x, out_dtype=torch.int32)
+    assert (y == 32768 * 128 * 128).all()
+
+
+@pytest.mark.parametrize("x_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("act", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("sums", ["promoted", "fast"])
+def test_it_is_as_defined(
+    x_dtype: torch.dtype, act: str | None, sums: str, device: torch.device
+) -> None:
+    tokens, out, k = 77, 136, 1168
+    w = NM.from_dense(two_four(out, k, E4M3, device))
+    x = integers((tokens, k), x_dtype, device)
+    scaling = Scaling(
+        torch.rand(out, device=device) + 0.5, torch.rand(tokens, 1, device=device) / 16, sums=sums
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        added = {
+            "bias": torch.randn(out, device=device).to(dtype),
+            "residual": torch.randn(tokens, out, device=device).to(dtype),
+        }
+        y = spmm_nm_scaled(w, x, scaling, act=act, out_dtype=dtype, **added)
+        on_cpu = Scaling(scaling.w.cpu(), scaling.x.cpu(), sums=sums)
+        moved = {name: tensor.cpu() for name, tensor in added.items()}
+        right = spmm_nm_scaled(w.to("cpu"), x.cpu(), on_cpu, act=act, out_dtype=dtype, **moved)
+        # Sums of small integers are exact: what differs is the rounding of a few operations.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y.cpu(), right, rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_results_in_8_bits_are_the_nearest_codes(dtype: torch.dtype, device: torch.device) -> None:
+    tokens, out, k = 65, 200, 256
+    w = NM.from_dense(two_four(out, k, dtype, device))
+    x = integers((tokens, k), dtype, device)
+    for step in (0.25, 1.0, 64.0):
+        y = spmm_nm_scaled(w, x, Scaling(out=step), out_dtype=dtype)
+        right = spmm_nm_scaled(w.to("cpu"), x.cpu(), Scaling(out=step), out_dtype=dtype)
+        assert torch.equal(y.cpu().float(), right.float())
+
+
+@pytest.mark.parametrize("sums", ["promoted", "fast"])
+def test_nan_and_infinity_are_not_hidden(sums: str, device: torch.device) -> None:
+    w = NM.from_dense(
+        torch.ones(64, 128, device=device)
+        .to(E4M3)
+        .float()
+        .view(64, -1, 4)
+        .mul(torch.tensor([1.0, 1, 0, 0], device=device))
+        .view(64, 128)
+        .to(E4M3)
+    )
+    x = torch.ones(20, 128, device=device)
+    x[3, 4] = float("nan")
+    scale = torch.ones(20, 1, device=device)
+    scale[7] = float("nan")
+    scale[9] = float("inf")
+    y = spmm_nm_scaled(w, x.to(E4M3), Scaling(x=scale, sums=sums))
+    assert y[3].isnan().all() and y[7].isnan().all() and y[9].isinf().all()
+    y[[3, 7, 9]] = 64
+    assert (y == 64).all()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_every_element_is_written_and_nothing_else(
+    out_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Memory that was full of other bits before is handed out for the result."""
+    tokens, out, k = 100, 136, 256
+    w, x = (
+        NM.from_dense(two_four(out, k, torch.int8, device)),
+        integers((tokens, k), torch.int8, device),
+    )
+    scaling = Scaling(out=1.0) if out_dtype == torch.int8 else Scaling()
+    first = spmm_nm_scaled(w, x, scaling, out_dtype=out_dtype)
+    poison = torch.full_like(first, 77)
+    del poison
+    again = spmm_nm_scaled(w, x, scaling, out_dtype=out_dtype)
+    assert torch.equal(first, again)
+
+
+def test_transposed_strided_and_unaligned_x(device: torch.device) -> None:
+    w = NM.from_dense(two_four(72, 260, torch.int8, device))
+    dense = w.to_dense()
+    for x in (
+        integers((260, 9), torch.int8, device).T,
+        integers((9, 300), torch.int8, device)[:, 7:267],
+        integers((2, 3, 260), torch.int8, device),
+        integers((1, 260), torch.int8, device),
+    ):
+        y = spmm_nm_scaled(w, x, out_dtype=torch.int32)
+        assert torch.equal(y.double(), exact(x, dense))
+    assert spmm_nm_scaled(w, integers((0, 260), torch.int8, device)).shape == (0, 72)
+
+
+def test_a_graph_captures_it(device: torch.device) -> None:
+    w = NM.from_dense(two_four(256, 512, E4M3, device))
+    x, scale = integers((40, 512), E4M3, device), torch.ones(40, 1, device=device)
+    expected = spmm_nm_scaled(w, x, Scaling(x=scale))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = spmm_nm_scaled(w, x, Scaling(x=scale))
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+    scale.fill_(2)
+    graph.replay()
+    assert torch.equal(y, 2 * expected)
+
+
+def test_patterns_without_a_kernel_run_dense(device: torch.device) -> None:
+    dense = integers((64, 96), torch.int8, device)
+    dense.view(64, -1, 6)[..., :2] = 0
+    w, x = NM.from_dense(dense, "4:6"), integers((5, 96), torch.int8, device)
+    assert "dense" in plan_scaled(w, x).describe()
+    y = spmm_nm_scaled(w, x, out_dtype=torch.int32)
+    assert torch.equal(y.double(), exact(x, dense))
+
+
+def test_results_are_the_same_bits_every_time(device: torch.device) -> None:
+    w = NM.from_dense(two_four(512, 4096, E4M3, device))
+    x = torch.randn(300, 4096, device=device).to(E4M3)
+    for sums in ("promoted", "fast"):
+        first = spmm_nm_scaled(w, x, Scaling(sums=sums))
+        assert all(torch.equal(first, spmm_nm_scaled(w, x, Scaling(sums=sums))) for _ in range(5))
