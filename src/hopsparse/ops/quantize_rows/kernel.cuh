@@ -11,166 +11,9 @@
 // the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990) while nothing over- or
 // underflows. Rows for which it might, and those that are clipped or not finite, are `careful`.
 
-#include "epilogue/activation.cuh"
-#include "epilogue/value.cuh"
-#include "ptx/base.cuh"
+#include "./read.cuh"
 
 namespace quantize_rows {
-
-enum class Codes { int8, e4m3, int4 };
-enum class Source { plain, norm, halves, interleaved };
-
-constexpr int kEntries = 8;  // of a chunk
-constexpr u32 kAll = 0xFFFFFFFF;
-
-struct Args {
-  const u8* x;         // [rows, k], or [rows, 2 k] of gate and up
-  const u8* residual;  // as x, or null
-  const u8* norm;      // [k], or null
-  const float* scale;  // one for all rows, or null: one for each
-  u8* codes;           // [rows, k], int4: [rows, k / 2]
-  float* scales;       // [rows]
-  u8* sums;            // as x: x + residual
-  u32 rows, k;
-  u32 vector;  // k is a multiple of 8, and every row starts on 16 bytes
-  float eps;
-};
-
-struct alignas(16) Piece {
-  u32 word[4];
-};
-
-struct alignas(8) Half {
-  u32 word[2];
-};
-
-template <class C>
-struct Facts {
-  static constexpr int kBytes = C::kType == Type::f32 ? 4 : 2;
-  static constexpr bool kRaw = C::kSource == Source::plain && kBytes == 2;
-  static constexpr bool kGated = C::kSource == Source::halves || C::kSource == Source::interleaved;
-  static constexpr float kLargest = C::kCodes == Codes::int8   ? 127
-                                    : C::kCodes == Codes::e4m3 ? 448
-                                                               : 7;
-  static constexpr float kLeast = C::kCodes == Codes::int4 ? -8 : -kLargest;
-  static constexpr int kCodeBits = C::kCodes == Codes::int4 ? 4 : 8;
-};
-
-// A chunk between its passes: a plain 16-bit one as it is, any other in float32.
-template <bool Raw>
-struct Chunk {
-  float value[kEntries];
-};
-template <>
-struct Chunk<true> {
-  Piece raw;
-};
-
-// What a thread has of a row.
-struct Place {
-  u32 row, thread;  // thread of the team
-};
-
-// ---- read ----------------------------------------------------------------------------------
-
-// 16 bytes that are read once, or zeros. Not a branch, so that all loads of a row start at once.
-__device__ __forceinline__ Piece load_if(bool inside, const u8* from) {
-  Piece p;
-  asm("{.reg .pred inside;\n"
-      "setp.ne.u32 inside, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@inside ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
-      : "=&r"(p.word[0]), "=&r"(p.word[1]), "=&r"(p.word[2]), "=&r"(p.word[3])
-      : "l"(from), "r"(u32(inside)));
-  return p;
-}
-
-template <Type T>
-__device__ __forceinline__ void unpack_piece(float* to, const Piece& p) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (T == Type::f32) {
-      to[i] = __uint_as_float(p.word[i]);
-    } else {
-      to[2 * i] = unpack<T>(p.word[i]);
-      to[2 * i + 1] =
-          T == Type::bf16 ? __uint_as_float(p.word[i] & 0xFFFF0000) : unpack<T>(p.word[i] >> 16);
-    }
-  }
-}
-
-// Neighbouring entries, kept whole 16 bytes at a time.
-template <class C, int Count>
-__device__ __forceinline__ void load_pieces(float (&to)[Count], const u8* from, bool inside) {
-  constexpr int kOfPiece = 16 / Facts<C>::kBytes;
-#pragma unroll
-  for (int i = 0; i < Count / kOfPiece; ++i) {
-    unpack_piece<C::kType>(to + i * kOfPiece, load_if(inside, from + i * 16));
-  }
-}
-
-// Entries one by one, zeros from `count` on.
-template <class C>
-__device__ __forceinline__ void gather(float (&to)[kEntries], const u8* tensor, u64 at, int stride,
-                                       int count) {
-#pragma unroll
-  for (int i = 0; i < kEntries; ++i) {
-    to[i] = i < count ? load_value<C::kType>(tensor, at + i * stride) : 0.0f;
-  }
-}
-
-// Entries of a chunk of a tensor whose rows are those of x.
-template <class C>
-__device__ __forceinline__ void load_chunk(float (&to)[kEntries], const u8* tensor, u64 at,
-                                           int count, bool vector) {
-  if (vector) {
-    load_pieces<C>(to, tensor + at * Facts<C>::kBytes, count > 0);
-  } else {
-    gather<C>(to, tensor, at, 1, count);
-  }
-}
-
-// Gate and up of a chunk.
-template <class C>
-__device__ __forceinline__ void load_pair(float (&gate)[kEntries], float (&up)[kEntries],
-                                          const Args& a, const Place& p, u32 first, bool vector) {
-  const u64 row = u64(p.row) * 2 * a.k;
-  const int count = int(a.k) - int(first);
-  if constexpr (C::kSource == Source::halves) {
-    load_chunk<C>(gate, a.x, row + first, count, vector);
-    load_chunk<C>(up, a.x, row + a.k + first, count, vector);
-  } else if (vector) {
-    float both[2 * kEntries];
-    load_pieces<C>(both, a.x + (row + 2 * u64(first)) * Facts<C>::kBytes, count > 0);
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) gate[i] = both[2 * i], up[i] = both[2 * i + 1];
-  } else {
-    gather<C>(gate, a.x, row + 2 * u64(first), 2, count);
-    gather<C>(up, a.x, row + 2 * u64(first) + 1, 2, count);
-  }
-}
-
-// What is normalised, or rounded where nothing is: x, x + residual, or silu(gate) * up.
-template <class C>
-__device__ __forceinline__ void read(float (&to)[kEntries], const Args& a, const Place& p,
-                                     u32 first, bool vector) {
-  const u64 at = u64(p.row) * a.k + first;
-  const int count = int(a.k) - int(first);
-  if constexpr (Facts<C>::kGated) {
-    float up[kEntries];
-    load_pair<C>(to, up, a, p, first, vector);
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) to[i] = activate<Activation::silu>(to[i]) * up[i];
-  } else {
-    load_chunk<C>(to, a.x, at, count, vector);
-    if (C::kSource == Source::norm && a.residual != nullptr) {
-      float added[kEntries];
-      load_chunk<C>(added, a.residual, at, count, vector);
-#pragma unroll
-      for (int i = 0; i < kEntries; ++i) to[i] += added[i];
-    }
-  }
-}
 
 // ---- the team ------------------------------------------------------------------------------
 
@@ -229,18 +72,25 @@ __device__ __forceinline__ void normalise(float (&v)[kEntries], const Args& a, f
 // ---- the largest magnitude -----------------------------------------------------------------
 // Bits of magnitudes are ordered as the magnitudes are; infinity, and then NaN, are above all.
 
-__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 both;
   asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
   return both;
 }
 
+__device__ __forceinline__ u32 larger_magnitude(u32 peak, float value) {
+  asm("{.reg .f32 size;\n"
+      "abs.f32 size, %1;\n"
+      "max.NaN.f32 %0, %0, size;}"
+      : "+r"(peak)
+      : "f"(value));
+  return peak;
+}
+
 // Of values, and of two 16-bit numbers at a time.
 __device__ __forceinline__ void raise(u32& peak, const Chunk<false>& chunk) {
 #pragma unroll
-  for (float value : chunk.value) peak = larger(peak, __float_as_uint(value) & 0x7FFFFFFF);
+  for (float value : chunk.value) peak = larger_magnitude(peak, value);
 }
 __device__ __forceinline__ void raise(u32& peak, const Chunk<true>& chunk) {
 #pragma unroll
@@ -251,7 +101,7 @@ __device__ __forceinline__ void raise(u32& peak, const Chunk<true>& chunk) {
 template <class C>
 __device__ __forceinline__ u32 widened(u32 peak) {
   if constexpr (!Facts<C>::kRaw) return peak;
-  return __float_as_uint(unpack<C::kType>(larger(peak & 0xFFFF, peak >> 16)));
+  return __float_as_uint(unpack<C::kType>(larger_halves(peak, peak >> 16) & 0xFFFF));
 }
 
 // ---- round ---------------------------------------------------------------------------------
@@ -341,7 +191,7 @@ __device__ __forceinline__ u32 eight_nibbles(const float* v) {
                      0x5410);
 }
 
-// Stores the codes of a chunk, or of its first `count` entries.
+// Stores the codes of a chunk; one by one those that may be fewer than eight.
 template <class C, bool Careful>
 __device__ __forceinline__ void store(const Args& a, const Place& p, u32 first, bool vector,
                                       const float (&v)[kEntries], const Scaling& s) {
@@ -404,16 +254,72 @@ __device__ __forceinline__ u32 first_of(const Place& p, int number) {
 template <class C>
 using Kept = Chunk<Facts<C>::kRaw>[C::kChunks];
 
-// All chunks of a row that the thread has, in registers.
 template <class C>
-__device__ __forceinline__ void read_all(Kept<C>& kept, const Args& a, const Place& p) {
+using Pieces = Piece[C::kChunks][Facts<C>::kPieces];
+// Asks for all that the thread has of a row, before any of it is used; or gives zeros.
+
+template <class C>
+__device__ __forceinline__ void load_row(Pieces<C>& to, const u8* tensor, bool wanted,
+                                         const Args& a, const Place& p) {
+  const u8* row = tensor + u64(p.row) * a.k * Facts<C>::kBytes;
 #pragma unroll
   for (int i = 0; i < C::kChunks; ++i) {
     const u32 first = first_of<C>(p, i);
-    if constexpr (Facts<C>::kRaw) {
-      kept[i].raw = load_if(first < a.k, a.x + (u64(p.row) * a.k + first) * Facts<C>::kBytes);
-    } else {
-      read<C>(kept[i].value, a, p, first, true);
+#pragma unroll
+    for (int j = 0; j < Facts<C>::kPieces; ++j) {
+      to[i][j] = load_if(wanted && first < a.k, row + u64(first) * Facts<C>::kBytes + j * 16);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void unpack_chunk(float (&to)[kEntries],
+                                             const Piece (&pieces)[Facts<C>::kPieces]) {
+#pragma unroll
+  for (int j = 0; j < Facts<C>::kPieces; ++j) {
+    unpack_piece<C::kType>(to + j * kEntries / Facts<C>::kPieces, pieces[j]);
+  }
+}
+
+// x + residual, which is stored too; without a residual x.
+template <class C>
+__device__ __forceinline__ void read_sums(Kept<C>& kept, const Args& a, const Place& p) {
+  const bool is_added = a.residual != nullptr;
+  Pieces<C> pieces, more;
+  load_row<C>(pieces, a.x, true, a, p);
+  load_row<C>(more, a.residual, is_added, a, p);
+#pragma unroll
+  for (int i = 0; i < C::kChunks; ++i) {
+    float added[kEntries];
+    unpack_chunk<C>(kept[i].value, pieces[i]);
+    unpack_chunk<C>(added, more[i]);
+#pragma unroll
+    for (int j = 0; j < kEntries; ++j) kept[i].value[j] += added[j];
+    const u32 first = first_of<C>(p, i);
+    if (is_added && first < a.k) store_sums<C>(a, p, first, true, kept[i].value);
+  }
+}
+
+// All chunks of a row that the thread has, in registers.
+template <class C>
+__device__ __forceinline__ void read_all(Kept<C>& kept, const Args& a, const Place& p) {
+  if constexpr (C::kSource == Source::norm) {
+    read_sums<C>(kept, a, p);
+  } else if constexpr (C::kSource == Source::plain) {
+    Pieces<C> pieces;
+    load_row<C>(pieces, a.x, true, a, p);
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) {
+      if constexpr (Facts<C>::kRaw) {
+        kept[i].raw = pieces[i][0];
+      } else {
+        unpack_chunk<C>(kept[i].value, pieces[i]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) {
+      read<C>(kept[i].value, a, p, first_of<C>(p, i), true);
     }
   }
 }
@@ -423,11 +329,7 @@ template <class C>
 __device__ __forceinline__ float normalise_all(Kept<C>& kept, const Args& a, const Place& p) {
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < C::kChunks; ++i) {
-    const u32 first = first_of<C>(p, i);
-    if (a.residual != nullptr && first < a.k) store_sums<C>(a, p, first, true, kept[i].value);
-    sum += squares(kept[i].value);
-  }
+  for (int i = 0; i < C::kChunks; ++i) sum += squares(kept[i].value);
   const float inverse = inverse_norm<C>(a, team_sum<C>(sum));
 #pragma unroll
   for (int i = 0; i < C::kChunks; ++i) {
