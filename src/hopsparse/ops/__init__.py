@@ -12,12 +12,14 @@ from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
 # Importing a folder sets the name of the folder here, and the next lines set it to the function.
 # Python imports a folder once, so that nothing sets it back.
 from .pack_nm.op import pack_nm
+from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
 from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled import Scaling, spmm_nm_scaled
 
-#: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one.
+#: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
+#: `quantize_rows` its inputs.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "decompress",
     "pack_nm",
     "product",
+    "quantize_rows",
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",

@@ -60,11 +60,28 @@ __device__ __forceinline__ float inverse_norm(const Args& a, float sum) {
   return rsqrtf(__fdiv_rn(sum, float(a.k)) + a.eps);
 }
 
+// Weights of the norm, which all rows share: the L1 cache may keep them.
+template <class C>
+__device__ __forceinline__ void load_weights(float (&to)[kEntries], const Args& a, u32 first,
+                                             bool vector) {
+  if (!vector) {
+    gather<C>(to, a.norm, first, 1, int(a.k) - int(first));
+    return;
+  }
+  const Piece* from = reinterpret_cast<const Piece*>(a.norm + u64(first) * Facts<C>::kBytes);
+#pragma unroll
+  for (int j = 0; j < Facts<C>::kPieces; ++j) {
+    Piece piece{};
+    if (first < a.k) piece = from[j];
+    unpack_piece<C::kType>(to + j * kEntries / Facts<C>::kPieces, piece);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void normalise(float (&v)[kEntries], const Args& a, float inverse,
                                           u32 first, bool vector) {
   float weight[kEntries];
-  load_chunk<C>(weight, a.norm, first, int(a.k) - int(first), vector);
+  load_weights<C>(weight, a, first, vector);
 #pragma unroll
   for (int i = 0; i < kEntries; ++i) v[i] = v[i] * inverse * weight[i];
 }
@@ -256,8 +273,8 @@ using Kept = Chunk<Facts<C>::kRaw>[C::kChunks];
 
 template <class C>
 using Pieces = Piece[C::kChunks][Facts<C>::kPieces];
-// Asks for all that the thread has of a row, before any of it is used; or gives zeros.
 
+// Asks for all that the thread has of a row, before any of it is used; or gives zeros.
 template <class C>
 __device__ __forceinline__ void load_row(Pieces<C>& to, const u8* tensor, bool wanted,
                                          const Args& a, const Place& p) {
@@ -267,7 +284,8 @@ __device__ __forceinline__ void load_row(Pieces<C>& to, const u8* tensor, bool w
     const u32 first = first_of<C>(p, i);
 #pragma unroll
     for (int j = 0; j < Facts<C>::kPieces; ++j) {
-      to[i][j] = load_if(wanted && first < a.k, row + u64(first) * Facts<C>::kBytes + j * 16);
+      to[i][j] =
+          load_if<Reuse::none>(wanted && first < a.k, row + u64(first) * Facts<C>::kBytes + j * 16);
     }
   }
 }

@@ -1,0 +1,106 @@
+"""quantize_rows on a GPU: a call of which every fact was seen before is one look-up, one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...compiler import KernelCache
+from ...errors import UnsupportedError
+from ...launch import Bound, current_stream, kernel_for
+from . import plan
+from .plan import Source
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
+
+# About 1.5 KB each. Addresses recur, because torch hands freed memory out again.
+_MOST_BOUND = 4096
+_BOUND: dict[tuple[object, ...], Bound] = {}
+
+
+def run(
+    x: Tensor,
+    kind: str,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> list[Tensor]:
+    """Codes, scales and, with a residual, sums, of arguments that were checked.
+
+    Args:
+        x: [..., k] on a Hopper GPU, or [..., 2 k] where there is a gate; not empty, any strides.
+        kind: "int8", "fp8" or "int4".
+        scale: float32 [1] or None.
+        norm: [k] or None.
+        eps: Added to the mean square.
+        gate: "halves", "interleaved" or None.
+        residual: As x, or None.
+
+    Raises:
+        UnsupportedError: No driver; too many rows or columns; or a graph is captured and the
+            kernel is not loaded yet.
+        CompileError: The kernel does not compile.
+    """
+    x = x.contiguous()
+    norm = None if norm is None else norm.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    *lead, width = x.shape
+    rows = x.numel() // width
+    k = width // 2 if gate else width
+    codes = x.new_empty(
+        (*lead, k // 2 if kind == "int4" else k),
+        dtype=_CODE_DTYPES[kind],
+    )
+    scales = x.new_empty((*lead, 1), dtype=torch.float32)
+    results = [codes, scales]
+    if residual is not None:
+        results.append(torch.empty_like(x))
+    device = x.get_device()
+    # All that a launch depends on, and nothing else: equal keys are the same launch.
+    addresses = (
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if norm is None else norm.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        0 if residual is None else results[2].data_ptr(),
+    )
+    key = (addresses, rows, k, x.dtype, kind, eps, gate, device, current_stream(device))
+    bound = _BOUND.get(key)
+    if bound is None:
+        if len(_BOUND) >= _MOST_BOUND:
+            _BOUND.clear()
+        bound = _BOUND[key] = _bind(addresses, (rows, k), x.dtype, kind, eps, gate, device)
+    bound()
+    return results
+
+
+def _bind(
+    addresses: tuple[int, ...],
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    kind: str,
+    eps: float,
+    gate: str | None,
+    device: int,
+) -> Bound:
+    """The launch with its arguments; compiles and loads its kernel where that was not done yet."""
+    rows, k = size
+    if rows > plan.MOST_ROWS or k > plan.LONGEST_ROW:
+        raise UnsupportedError(
+            f"quantize_rows: {rows} rows of {k}",
+            need=f"at most {plan.MOST_ROWS} rows of {plan.LONGEST_ROW}",
+            hint="x in pieces",
+        )
+    x, residual, norm = addresses[:3]
+    vector = k % plan.CHUNK == 0 and not any(each % 16 for each in (x, residual, norm))
+    source: Source = gate or ("norm" if norm else "plain")  # type: ignore[assignment]
+    shape = plan.shape_for(k, vector=vector)
+    spec = plan.spec_for(_NAMES[dtype], kind, source, shape)
+    kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+    args = plan.Args(*addresses, rows, k, vector, eps)
+    return kernel.bind(plan.blocks_for(shape, rows), bytes(args), current_stream(device))
