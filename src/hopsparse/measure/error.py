@@ -68,3 +68,41 @@ def product_bound(
     if out_dtype == accumulate_dtype:
         return summed + least
     return summed + unit_roundoff(out_dtype) * (exact.abs() + summed) + least
+
+
+def rms_norm_bound(k: int) -> float:
+    """Largest relative error of x * rsqrt(mean(x^2) + eps) * weight in float32.
+
+    The squares are positive, so that their sum is off by gamma_k of itself, and a root halves that.
+    Behind the sum come a division and a sum with eps (halved too), rsqrt (2 units in the last
+    place, CUDA C++ Programming Guide), and two products.
+
+    Args:
+        k: Columns.
+
+    Example:
+        >>> rms_norm_bound(1) < 1e-6
+        True
+    """
+    return gamma(k + 2, torch.float32) / 2 + gamma(6, torch.float32)
+
+
+def gated_bound(gate: Tensor) -> Tensor:
+    """Largest relative error of silu(gate) * up in float32, by fast exponential and division.
+
+    __expf is off by 2 + floor(1.173 |gate|) units in the last place and __fdividef by 2 (CUDA C++
+    Programming Guide); a unit is at most twice the unit roundoff. A sum and two products, one of
+    them that of the exponential's argument, add one each.
+
+    Args:
+        gate: Any shape, magnitudes below 87: beyond, the quotient underflows.
+
+    Returns:
+        float64, as gate.
+
+    Example:
+        >>> bool(gated_bound(torch.zeros(1)) < 1e-6)
+        True
+    """
+    units = 2 * (2 + (1.173 * gate.double().abs()).floor()) + 4 + 3
+    return units * unit_roundoff(torch.float32) * (1 + 2**-16)

@@ -47,19 +47,45 @@ def run(
     x = x.contiguous()
     norm = None if norm is None else norm.contiguous()
     residual = None if residual is None else residual.contiguous()
-    *lead, width = x.shape
-    rows = x.numel() // width
-    k = width // 2 if gate else width
-    codes = x.new_empty(
-        (*lead, k // 2 if kind == "int4" else k),
-        dtype=_CODE_DTYPES[kind],
-    )
-    scales = x.new_empty((*lead, 1), dtype=torch.float32)
-    results = [codes, scales]
+    *lead, k = x.shape
+    if gate is not None:
+        k //= 2
+    stored = k // 2 if kind == "int4" else k
+    results = [
+        x.new_empty((*lead, stored), dtype=_CODE_DTYPES[kind]),
+        x.new_empty((*lead, 1), dtype=torch.float32),
+    ]
     if residual is not None:
         results.append(torch.empty_like(x))
+    enqueue(results, x, kind, scale, norm, eps, gate, residual)
+    return results
+
+
+def enqueue(
+    results: list[Tensor],
+    x: Tensor,
+    kind: str,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Put the kernel on torch's current stream. Nothing waits for it, and nothing is checked.
+
+    Args:
+        results: What `run` returns, contiguous, codes on 8 bytes and sums on 16; all is written.
+        x: As for `run`, like all the rest; contiguous.
+        kind: "int8", "fp8" or "int4".
+        scale: float32 [1] or None.
+        norm: [k], contiguous, or None.
+        eps: Added to the mean square.
+        gate: "halves", "interleaved" or None.
+        residual: As x, contiguous, or None.
+    """
+    codes, scales, *sums = results
+    k = x.shape[-1] // 2 if gate else x.shape[-1]
     device = x.get_device()
-    # All that a launch depends on, and nothing else: equal keys are the same launch.
     addresses = (
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -67,16 +93,17 @@ def run(
         0 if scale is None else scale.data_ptr(),
         codes.data_ptr(),
         scales.data_ptr(),
-        0 if residual is None else results[2].data_ptr(),
+        sums[0].data_ptr() if sums else 0,
     )
-    key = (addresses, rows, k, x.dtype, kind, eps, gate, device, current_stream(device))
+    # All that a launch depends on, and nothing else: equal keys are the same launch.
+    key = (addresses, scales.numel(), k, x.dtype, kind, eps, gate, device, current_stream(device))
     bound = _BOUND.get(key)
     if bound is None:
         if len(_BOUND) >= _MOST_BOUND:
             _BOUND.clear()
-        bound = _BOUND[key] = _bind(addresses, (rows, k), x.dtype, kind, eps, gate, device)
+        size = (scales.numel(), k)
+        bound = _BOUND[key] = _bind(addresses, size, x.dtype, kind, eps, gate, device)
     bound()
-    return results
 
 
 def _bind(

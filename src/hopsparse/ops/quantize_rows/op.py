@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,7 +217,7 @@ register_on_gpu(_run_on_gpu)
 
 
 @cache
-def _run() -> Callable[..., Any]:
+def _run() -> Callable[..., list[Tensor]]:
     """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
     from .device import run
 

@@ -33,7 +33,7 @@ def quantize_rows(
         gate: "halves", "interleaved" or None.
         residual: As x, or None.
     """
-    values, sums = x.float(), []
+    values, sums = x.contiguous().float(), []
     if residual is not None:
         values = values + residual.float()
         sums = [values.to(x.dtype)]
