@@ -204,9 +204,21 @@ def test_torch_sees_one_operator(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_batch_can_be_mapped(kind: str) -> None:
-    x = torch.randn(4, 3, 8)
-    mapped = torch.func.vmap(lambda each: quantize_rows(each, DTYPE_OF[kind]))(x)
-    assert_same(mapped, quantize_rows(x, DTYPE_OF[kind]))
+    x, residual, norm = torch.randn(4, 3, 8), torch.randn(4, 8), torch.randn(8)
+
+    def one(each: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        return quantize_rows(each, DTYPE_OF[kind], norm=norm, residual=other)
+
+    mapped = torch.func.vmap(one, in_dims=(1, None))(x, residual)
+    rows = x.transpose(0, 1)
+    want = quantize_rows(rows, DTYPE_OF[kind], norm=norm, residual=residual.expand(3, 4, 8))
+    assert_same(mapped, want)
+
+
+def test_a_norm_for_each_row_of_a_map_is_refused() -> None:
+    mapped = torch.func.vmap(lambda x, norm: quantize_rows(x, torch.int8, norm=norm))
+    with pytest.raises(UnsupportedError, match="vmap over the weights of the norm"):
+        mapped(torch.ones(2, 3, 8), torch.ones(2, 8))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +237,7 @@ def test_rows_of_a_batch_can_be_mapped(kind: str) -> None:
         (torch.ones(2, 4), {"scale": torch.tensor(1.0)}, r"scale \[\]"),
         (torch.ones(2, 4), {"scale": torch.ones(1).double()}, "float64"),
         (torch.ones(2, 4), {"norm": torch.ones(3)}, r"norm \[3\]"),
-        (torch.ones(2, 4), {"norm": torch.ones(4).half()}, "norm .* float16"),
+        (torch.ones(2, 4), {"norm": torch.ones(4).half()}, r"norm \[4\] of torch.float16"),
         (torch.ones(2, 4), {"residual": torch.ones(2, 4)}, "residual without a norm"),
         (
             torch.ones(2, 4),
@@ -251,6 +263,15 @@ def test_there_is_no_gradient() -> None:
     with torch.no_grad():
         codes, _ = quantize_rows(x, torch.int8, norm=norm)
     assert (codes == 127).all()
+
+
+def test_a_tangent_is_not_dropped() -> None:
+    x = torch.ones(2, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(UnsupportedError, match="gradient"), torch.no_grad():
+            quantize_rows(dual, torch.int8)
+        assert (quantize_rows(x, torch.int8)[0] == 127).all()
 
 
 def test_the_rows_of_the_tests_are_hard() -> None:

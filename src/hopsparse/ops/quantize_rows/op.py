@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from . import reference
-from .dispatch import register_on_gpu, traced
+from .dispatch import register_on_gpu, run_reference, traced
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS: dict[object, str] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", "int4": "int4"}
@@ -75,22 +74,12 @@ def quantize_rows(
     if type(eps) is not float:
         eps = _checked_eps(eps)
     tensors = (x, scale, norm, residual)
-    if torch.is_grad_enabled():
-        _refuse_gradients(tensors)
+    _refuse_gradients(tensors)
     if not _is_plain(tensors):
-        if _is_transformed():
-            found = reference.quantize_rows(
-                x, kind, scale=scale, norm=norm, eps=eps, gate=gate, residual=residual
-            )
-            return tuple(found)
         return tuple(traced(x, kind, scale, norm, eps, gate, residual))
     if x.is_cuda:
         return tuple(_run_on_gpu(x, kind, scale, norm, eps, gate, residual))
-    return tuple(
-        reference.quantize_rows(
-            x, kind, scale=scale, norm=norm, eps=eps, gate=gate, residual=residual
-        )
-    )
+    return tuple(run_reference(x, kind, scale, norm, eps, gate, residual))
 
 
 def _check(x: Tensor, dtype: object, gate: str | None) -> str:
@@ -165,8 +154,16 @@ def _checked_eps(eps: object) -> float:
 
 
 def _refuse_gradients(tensors: tuple[Tensor | None, ...]) -> None:
+    backward = torch.is_grad_enabled()
+    forward = not torch.compiler.is_compiling() and _dual._current_level >= 0
+    if not backward and not forward:
+        return
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
+        if tensor is None:
+            continue
+        if (backward and tensor.requires_grad) or (
+            forward and _dual.unpack_dual(tensor).tangent is not None
+        ):
             raise UnsupportedError(
                 "quantize_rows: a tensor that requires a gradient",
                 need="torch.no_grad(), or tensors that require none",
@@ -182,18 +179,9 @@ _has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autogr
 def _is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether these are tensors alone: nothing traced, transformed or recorded, no subclass."""
     # Who records would miss a launch.
-    if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces():
-        return False
-    if _is_transformed():
+    if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces() or _has_transforms():
         return False
     return all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
-
-
-def _is_transformed() -> bool:
-    """Whether vmap, another transform of torch.func or forward-mode differentiation is at work."""
-    if torch.compiler.is_compiling():
-        return False
-    return _has_transforms() or _dual._current_level >= 0
 
 
 def _run_on_gpu(
@@ -207,9 +195,7 @@ def _run_on_gpu(
 ) -> list[Tensor]:
     """The kernel where there is one for this GPU, and something to do."""
     if x.numel() == 0 or not _is_hopper(x.get_device()):
-        return reference.quantize_rows(
-            x, kind, scale=scale, norm=norm, eps=eps, gate=gate, residual=residual
-        )
+        return run_reference(x, kind, scale, norm, eps, gate, residual)
     return _run()(x, kind, scale, norm, eps, gate, residual)
 
 
