@@ -284,8 +284,7 @@ __device__ __forceinline__ void load_row(Pieces<C>& to, const u8* tensor, bool w
     const u32 first = first_of<C>(p, i);
 #pragma unroll
     for (int j = 0; j < Facts<C>::kPieces; ++j) {
-      to[i][j] =
-          load_if<Reuse::none>(wanted && first < a.k, row + u64(first) * Facts<C>::kBytes + j * 16);
+      to[i][j] = load_if(wanted && first < a.k, row + u64(first) * Facts<C>::kBytes + j * 16);
     }
   }
 }

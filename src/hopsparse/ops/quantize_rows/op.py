@@ -161,14 +161,16 @@ def _refuse_gradients(tensors: tuple[Tensor | None, ...]) -> None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if (backward and tensor.requires_grad) or (
-            forward and _dual.unpack_dual(tensor).tangent is not None
-        ):
+        if (backward and tensor.requires_grad) or (forward and _has_tangent(tensor)):
             raise UnsupportedError(
                 "quantize_rows: a tensor that requires a gradient",
                 need="torch.no_grad(), or tensors that require none",
                 hint="hopsparse.quant.fake_inputs, which training sees through",
             )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return _dual.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 # Asked at every call: looked up once, they take two thirds of the time.
