@@ -73,9 +73,9 @@ def product_bound(
 def rms_norm_bound(k: int) -> float:
     """Largest relative error of x * rsqrt(mean(x^2) + eps) * weight in float32.
 
-    The squares are positive, so that their sum is off by gamma_k of itself, and a root halves that.
-    Behind the sum come a division and a sum with eps (halved too), rsqrt (2 units in the last
-    place, CUDA C++ Programming Guide), and two products.
+    The squares are positive, so that their sum is off by gamma_k of itself, and a root halves that,
+    and what a division and a rounded eps add. Then come rsqrt (2 units in the last place, CUDA C++
+    Programming Guide; a unit is at most twice the unit roundoff) and two products.
 
     Args:
         k: Columns.
@@ -84,7 +84,7 @@ def rms_norm_bound(k: int) -> float:
         >>> rms_norm_bound(1) < 1e-6
         True
     """
-    return gamma(k + 2, torch.float32) / 2 + gamma(6, torch.float32)
+    return gamma(k + 3, torch.float32) / 2 + gamma(6, torch.float32)
 
 
 def gated_bound(gate: Tensor) -> Tensor:
