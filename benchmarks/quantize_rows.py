@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python benchmarks/quantize_rows.py --out rows.jsonl
 
-The copy reads half of the bytes that a call reads and writes, and writes the other half. Rivals are
-the chain as torch runs it eagerly, and as torch.compile fuses it; both are as close to the operator
-as torch is written (their norms and gates are in float32 too). Each call works on its own copy of x.
-Appends one JSON row a case, source and contender. Rows named "host" are host time of one eager call,
-of `quantize_rows` and of `torch.nn.functional.linear`.
+The copy reads half of the bytes that a call reads and writes, and writes the other half. Rivals
+are the chain as torch runs it eagerly, and as torch.compile fuses it; their norms and gates are in
+float32 too. Each call works on its own copy of x and of the residual, so that the L2 cache holds
+neither. What is plain is checked against the reference first. Appends one JSON row a case, source
+and contender. Rows of the case "host" are the host time of an eager call, and of F.linear.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from hopsparse.ops.quantize_rows.cases import MODEL, TIMED, Case
 
 CODES: dict[str, Any] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": "int4"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: An input, and the options under which it is rounded.
+Inputs = tuple[Tensor, dict[str, Any]]
 # `norm` with a residual, which engines always have but in front of the first layer.
 SOURCES = (*TIMED, "norm and residual")
 
@@ -51,19 +53,19 @@ def main() -> None:
 
 def measured(case: Case, source: str, kind: str, dtype: str, rounds: int) -> list[record.Row]:
     """Rows of one case: the operator, torch twice, and the copy."""
-    first, options = inputs(case, source, DTYPES[dtype])
-    results = quantize_rows(first, CODES[kind], **options)
-    moved = bytes_of(first, results, options)
-    l2_bytes = torch.cuda.get_device_properties(first.device).L2_cache_size
-    copies = copies_to_defeat_l2(first.nbytes, l2_bytes)
-    rows = [first, *(first.clone() for _ in range(copies - 1))]
+    first = inputs(case, source, DTYPES[dtype])
+    results = ours(kind)(*first)
+    checked(first, results, kind)
+    moved = bytes_of(first, results)
+    l2_bytes = torch.cuda.get_device_properties(first[0].device).L2_cache_size
+    copies = copies_to_defeat_l2(first[0].nbytes, l2_bytes)
+    rows = [first, *(copied(first) for _ in range(copies - 1))]
     torch.compiler.reset()
-    chain = chain_of(kind, options)
     contenders = [
-        contender("quantize_rows", lambda x: quantize_rows(x, CODES[kind], **options), rows),
-        contender("torch", chain, rows),
-        contender("torch.compile", torch.compile(chain, dynamic=False), rows),
-        contender("copy", copier(moved // 2), [empty(moved // 2) for _ in range(copies)]),
+        contender("quantize_rows", ours(kind), rows),
+        contender("torch", chain_of(kind), rows),
+        contender("torch.compile", torch.compile(chain_of(kind), dynamic=False), rows),
+        contender("copy", copier(moved // 2), [(empty(moved // 2), {}) for _ in range(copies)]),
     ]
     timings = time_side_by_side(contenders, rounds=rounds)
     if timings[0].error or timings[-1].error:
@@ -86,7 +88,7 @@ def measured(case: Case, source: str, kind: str, dtype: str, rounds: int) -> lis
     ]
 
 
-def inputs(case: Case, source: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+def inputs(case: Case, source: str, dtype: torch.dtype) -> Inputs:
     """A random input, and the options of the operator."""
     gate = source if source in ("halves", "interleaved") else None
     x = torch.randn(case.rows, case.k * (2 if gate else 1), dtype=dtype, device="cuda")
@@ -98,17 +100,45 @@ def inputs(case: Case, source: str, dtype: torch.dtype) -> tuple[Tensor, dict[st
     return x, options
 
 
-def bytes_of(x: Tensor, results: tuple[Tensor, ...], options: dict[str, Any]) -> int:
+def copied(each: Inputs) -> Inputs:
+    """The same in other memory; the weights of a norm stay, which all rows share."""
+    x, options = each
+    residual = options.get("residual")
+    return x.clone(), options | ({} if residual is None else {"residual": residual.clone()})
+
+
+def bytes_of(each: Inputs, results: tuple[Tensor, ...]) -> int:
     """What must be read and written."""
-    read = [x, *(each for each in options.values() if isinstance(each, Tensor))]
-    return sum(each.nbytes for each in (*read, *results))
+    x, options = each
+    read = [x, *(option for option in options.values() if isinstance(option, Tensor))]
+    return sum(tensor.nbytes for tensor in (*read, *results))
 
 
-def chain_of(kind: str, options: dict[str, Any]) -> Callable[[Tensor], list[Tensor]]:
-    """The same in torch: the definition, with a cast where the reference avoids one on the CPU."""
+def checked(each: Inputs, results: tuple[Tensor, ...], kind: str) -> None:
+    """Stop if plain rows are not, bit for bit, what the CPU makes of them."""
+    x, options = each
+    if options != {"gate": None}:
+        return
+    want = reference.quantize_rows(x[:16].cpu(), kind)
+    for mine, other in zip(results, want, strict=True):
+        if not torch.equal(mine[:16].cpu().view(torch.uint8), other.view(torch.uint8)):
+            raise SystemExit(f"{kind} of {tuple(x.shape)} is wrong")
+
+
+def ours(kind: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator."""
+
+    def run(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        return quantize_rows(x, CODES[kind], **options)
+
+    return run
+
+
+def chain_of(kind: str) -> Callable[..., list[Tensor]]:
+    """The same in torch."""
     largest = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}[kind]
 
-    def chain(x: Tensor) -> list[Tensor]:
+    def chain(x: Tensor, options: dict[str, Any]) -> list[Tensor]:
         values, sums = x.float(), []
         if options.get("residual") is not None:
             values = values + options["residual"].float()
@@ -129,14 +159,15 @@ def chain_of(kind: str, options: dict[str, Any]) -> Callable[[Tensor], list[Tens
     return chain
 
 
-def contender(name: str, run: Callable[[Tensor], Any], rows: list[Tensor]) -> Contender:
+def contender(name: str, run: Callable[..., Any], rows: list[Inputs]) -> Contender:
     """One call for each copy of the input."""
-    return Contender(name, [lambda x=x: run(x) for x in rows])  # type: ignore[misc]
+    return Contender(name, [lambda each=each: run(*each) for each in rows])  # type: ignore[misc]
 
 
-def copier(nbytes: int) -> Callable[[Tensor], Tensor]:
+def copier(nbytes: int) -> Callable[..., Tensor]:
     """Copies so many bytes to one place."""
-    return empty(nbytes).copy_
+    target = empty(nbytes)
+    return lambda source, _: target.copy_(source)
 
 
 def empty(nbytes: int) -> Tensor:
