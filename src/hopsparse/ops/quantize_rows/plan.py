@@ -49,14 +49,15 @@ class Shape:
         """Columns that a team can keep.
 
         Example:
-            >>> Shape(256, 256, 4).longest
-            8192
+            >>> Shape(256, 256, 7).longest
+            14336
         """
         return self.team * self.chunks * CHUNK
 
 
-#: Shapes that keep a row, the shortest first.
-KEEPING = (Shape(128, 32, 8), Shape(256, 256, 4), Shape(512, 512, 7))
+#: Shapes that keep a row, the shortest first. Few threads with many chunks: what a thread does once
+#: a row (the scale, its reciprocal, the barrier) costs as much as two chunks.
+KEEPING = (Shape(128, 32, 8), Shape(128, 128, 8), Shape(256, 256, 7), Shape(512, 512, 7))
 REREADING = Shape(512, 512, 0)
 
 
@@ -90,7 +91,7 @@ def shape_for(k: int, *, vector: bool) -> Shape:
 
     Example:
         >>> shape_for(4096, vector=True).team, shape_for(4097, vector=False).chunks
-        (256, 0)
+        (128, 0)
     """
     if vector:
         for shape in KEEPING:
@@ -146,7 +147,7 @@ def blocks_for(shape: Shape, rows: int) -> int:
     """Blocks of a launch.
 
     Example:
-        >>> blocks_for(Shape(128, 32, 8), 9), blocks_for(Shape(256, 256, 4), 9)
+        >>> blocks_for(Shape(128, 32, 8), 9), blocks_for(Shape(128, 128, 8), 9)
         (3, 9)
     """
     return -(-rows // (shape.threads // shape.team))
