@@ -48,18 +48,9 @@ def _results(
     return [codes, scales] if residual is None else [codes, scales, sums]
 
 
-def _mapped(
-    info: Any,
-    in_dims: Any,
-    x: Tensor,
-    kind: str,
-    scale: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    gate: str | None,
-    residual: Tensor | None,
-) -> tuple[list[Tensor], list[int]]:
+def _mapped(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
     """The rule of vmap: one more dimension of rows."""
+    x, kind, scale, norm, eps, gate, residual = arguments
     x_dim, _, scale_dim, norm_dim, _, _, residual_dim = in_dims
     if scale_dim is not None or norm_dim is not None:
         raise UnsupportedError(
@@ -87,7 +78,7 @@ _LIBRARY.define(
 _LIBRARY.impl("quantize_rows", run_reference, "CPU")
 torch.library.register_fake("hopsparse::quantize_rows", _results, lib=_LIBRARY)
 torch.library.register_vmap("hopsparse::quantize_rows", _mapped, lib=_LIBRARY)
-traced = torch.ops.hopsparse.quantize_rows.default
+traced: Callable[..., list[Tensor]] = torch.ops.hopsparse.quantize_rows.default
 
 
 def register_on_gpu(run: Callable[..., list[Tensor]]) -> None:

@@ -29,11 +29,10 @@ def quantize_rows(
 ) -> tuple[Tensor, ...]:
     """Round each row to 8 or 4 bits: symmetric, to nearest, halves to even.
 
-    code = round(x / scale). The largest magnitude of a row becomes the largest code (127, 448 or
-    7), or all rows share a static `scale`, and larger entries are clipped (to -127 and 127, to -448
-    and 448, to -8 and 7). All of it is computed in float32: what a norm, a gate or a residual gives
-    is not rounded to 16 bits in between. One kernel on a Hopper GPU, torch elsewhere. Without
-    `norm` and `gate` the results are the same bits everywhere, those of `hopsparse.quant`.
+    The largest magnitude of a row becomes the largest code (127, 448 or 7); or all rows share a
+    static `scale`, and larger entries are clipped (int4: to -8 and 7). All is float32: what a norm,
+    a gate or a residual gives is not rounded to 16 bits in between. One kernel on a Hopper GPU,
+    torch elsewhere; without `norm` and `gate` the same bits everywhere, those of `hopsparse.quant`.
 
     NaN and infinity are not hidden. Without a static scale, the scale of a row that holds one is
     NaN. With one, the code of such an entry is NaN where codes can be (E4M3), and elsewhere the
@@ -47,8 +46,8 @@ def quantize_rows(
         norm: [k], dtype and device of x: weight of an RMSNorm that comes first,
             x * rsqrt(mean(x^2) + eps) * norm (arXiv:1910.07467).
         eps: Of that norm.
-        gate: x is [..., 2 k], and silu(gate) * up is rounded. "halves": all of gate, then all of
-            up; "interleaved": a column of gate, its column of up, and so on.
+        gate: x is [..., 2 k], silu(gate) * up is rounded: "halves", gate before up, or
+            "interleaved", each column of gate before its column of up.
         residual: As x. It is added before the norm, and the sum is returned too.
 
     Returns:
@@ -58,7 +57,7 @@ def quantize_rows(
 
     Raises:
         ArgumentError: Arguments do not fit each other.
-        UnsupportedError: A gradient would be needed; over 2^31 rows or 2^30 columns on a GPU; or a
+        UnsupportedError: A gradient would be needed; 2^31 rows or over 2^30 columns on a GPU; a
             CUDA graph is being captured, and the kernel is not loaded yet.
 
     Example:
@@ -71,15 +70,13 @@ def quantize_rows(
         _check_scale(x, scale)
     if norm is not None or residual is not None:
         _check_norm(x, norm, residual, gate)
-    if type(eps) is not float:
-        eps = _checked_eps(eps)
+    eps = eps if type(eps) is float else _checked_eps(eps)
     tensors = (x, scale, norm, residual)
     _refuse_gradients(tensors)
-    if not _is_plain(tensors):
-        return tuple(traced(x, kind, scale, norm, eps, gate, residual))
-    if x.is_cuda:
-        return tuple(_run_on_gpu(x, kind, scale, norm, eps, gate, residual))
-    return tuple(run_reference(x, kind, scale, norm, eps, gate, residual))
+    run = traced
+    if _is_plain(tensors):
+        run = _run_on_gpu if x.is_cuda else run_reference
+    return tuple(run(x, kind, scale, norm, eps, gate, residual))
 
 
 def _check(x: Tensor, dtype: object, gate: str | None) -> str:
