@@ -102,6 +102,16 @@ def test_quotients_are_rounded_correctly_at_every_size(
         same_on(device, x, kind, scale=each)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_just_reach_beyond_the_largest_code(kind: str, device: torch.device) -> None:
+    """Each is alone with its excess: a larger entry would have the whole row clipped with care."""
+    largest = {"int8": 127, "fp8": 448, "int4": 7}[kind]
+    peaks = largest + torch.arange(-64, 65) / 32
+    x = torch.cat((peaks, -peaks, peaks * 2.0**21)).unsqueeze(1) * torch.tensor([1.0, 0.1] * 8)
+    for scale in (1.0, 0.3, 2.0**-70):
+        same_on(device, x * scale, kind, scale=torch.tensor([scale]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_16_bit_number_under_many_scales(
