@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..formats import SparseMatrix
-from ..ops._product import check_capture, check_weight, finish_decoding
+from ..ops._product import Plan, check_capture, check_weight, finish_decoding
 
 
 class MadeOf(NamedTuple):
@@ -25,6 +26,13 @@ def made_of(matrix: SparseMatrix) -> list[MadeOf]:
     """The parts of a matrix as they are now."""
     parts = matrix.parts().items()
     return [MadeOf(name, part, part._version, part.data_ptr()) for name, part in parts]
+
+
+def kept_plan(plan: Plan, matrix: SparseMatrix) -> Plan:
+    """What a layer says that keeps what an operator would decode at every call."""
+    nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
+    kept = f"w is decoded once and kept, {nbytes} bytes"
+    return replace(plan, why=plan.why.replace("w is decoded at every call", kept))
 
 
 def decoded(matrix: SparseMatrix) -> tuple[list[MadeOf], Tensor]:

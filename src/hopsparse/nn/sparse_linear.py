@@ -28,8 +28,8 @@ from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
-from ._inputs import rounded
-from ._kept import MadeOf, decoded, may_keep, still_there
+from ._codes import codes_plan, product_of_codes, rounded, takes_codes
+from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import allocated, broken_parts, realigned, stored
 
 # The operator and the plan of each format that has them; the others run as the plain product.
@@ -206,14 +206,9 @@ class SparseLinear(nn.Module):
         else:
             plan = known[1](matrix, x) if known else product_plan("linear", x)
         if isinstance(matrix, Quantized):
+            plan = codes_plan(matrix, x, self.bias) or plan
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
-        if plan.name == "kernel" or not keeps:
-            return plan
-        nbytes = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
-        why = plan.why.replace(
-            "w is decoded at every call", f"w is decoded once and kept, {nbytes} bytes"
-        )
-        return replace(plan, why=why)
+        return kept_plan(plan, matrix) if keeps else plan
 
     def prepare(self, max_tokens: int) -> None:
         """Do what a first call would: after it, no call of so many tokens compiles or decodes.
@@ -283,6 +278,8 @@ class SparseLinear(nn.Module):
                         return F.linear(x, weight, bias)
                 return spmm_nm.run_kernel(packed, x, bias)
         elif isinstance(form, Quantized):
+            if takes_codes(form, x, self.bias):
+                return product_of_codes(cast(Quantized, self.matrix), x, self.bias)
             x = rounded(x, form, self._buffers.get("input_scale"))
         weight = self._kept_weight()
         if weight is None:

@@ -1,0 +1,82 @@
+"""Quantized layers: products of codes on a GPU that has them, rounded inputs elsewhere."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..formats import NM, Quantized
+from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
+from ..ops.spmm_nm.op import is_hopper
+from ..quant import fake_inputs, round_inputs
+
+_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_PATTERNS = ("2:4", "1:4")
+
+
+def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a layer runs the kernels of 8 bits.
+
+    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, w a scale a row, and
+    nothing a gradient.
+
+    Args:
+        form: The weight; its tensors are not read.
+        x: Input of the layer.
+        bias: Of the layer.
+    """
+    scheme = form.scheme
+    if scheme.weights != scheme.activations or scheme.weights not in _CODES or scheme.group:
+        return False
+    if not x.is_cuda or not is_hopper(x.get_device()) or form.codes_format != "nm":
+        return False
+    if x.dtype != form.dtype or x.shape[-1:] != form.shape[1:]:
+        return False
+    if form.codes_attributes["pattern"] not in _PATTERNS:
+        return False
+    learns = x.requires_grad or (bias is not None and bias.requires_grad)
+    return not (torch.is_grad_enabled() and learns)
+
+
+def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Two launches: the rows of x to codes and scales, then the product with its scales and bias.
+
+    Args:
+        w: [out, k], int8 or E4M3 codes in NM format.
+        x: [..., k], as `takes_codes` allows it.
+        bias: [out] or None.
+
+    Returns:
+        [..., out] in the dtype of x.
+    """
+    static = w.tensors.get("input_scale")
+    codes, scales = quantize_rows(x, _CODES[w.scheme.activations], scale=static)
+    scaling = Scaling(w=w.tensors["scales"], x=scales)
+    return spmm_nm_scaled(cast(NM, w.codes()), codes, scaling, bias=bias, out_dtype=x.dtype)
+
+
+def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
+    """What `product_of_codes` runs; None where a layer does not come to it."""
+    if not takes_codes(w, x, bias):
+        return None
+    return Plan("linear", "kernel", "quantize_rows, then wgmma.sp on the codes")
+
+
+def rounded(x: Tensor, form: Quantized, scale: Tensor | None) -> Tensor:
+    """The inputs that a scheme computes with; gradients pass through.
+
+    Args:
+        x: [..., in_features].
+        form: The weight; its tensors are not read.
+        scale: `input_scale` of the layer, where its scheme is static.
+    """
+    fits = x.ndim > 0 and x.shape[-1] == form.shape[1] and x.dtype == form.dtype
+    if not fits or form.scheme.activations == "none":
+        return x  # What does not fit is refused where it is multiplied.
+    scale = scale if form.scheme.static else None
+    if scale is not None and scale.device != x.device:
+        return x
+    seen = torch.is_grad_enabled() and x.requires_grad
+    return (fake_inputs if seen else round_inputs)(x, form.scheme, scale)
