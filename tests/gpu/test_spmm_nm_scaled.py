@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hopsparse.formats import NM
-from hopsparse.ops import Scaling, spmm_nm_scaled
-from hopsparse.ops.spmm_nm.kernel import Config, Numbers
+from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
+from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.scaled import plan_scaled
 
@@ -129,6 +129,30 @@ def test_results_in_8_bits_are_the_nearest_codes(dtype: torch.dtype, device: tor
         y = spmm_nm_scaled(w, x, Scaling(out=step), out_dtype=dtype)
         right = spmm_nm_scaled(w.to("cpu"), x.cpu(), Scaling(out=step), out_dtype=dtype)
         assert torch.equal(y.cpu().float(), right.float())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "config", eight_bit(KINDS["int8"][2], SWIGLU), ids=lambda config: config.name
+)
+def test_swiglu_folds_gate_and_up(
+    config: Config, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    scaling = Scaling(out=0.5 if out_dtype == torch.int8 else None)
+    for tokens, half, k in ((256, 256, 512), (100, 136, 640), (1, 8, 64), (33, 1032, 256)):
+        parts = [two_four(half, k, torch.int8, device) for _ in range(2)]
+        w, x = NM.from_dense(interleave_gate_up(*parts)), integers((tokens, k), torch.int8, device)
+        scale = torch.rand(tokens, 1, device=device) / 16
+        y = spmm_nm_scaled(
+            w, x, replace(scaling, x=scale), act=SWIGLU, out_dtype=out_dtype, config=config
+        )
+        on_cpu = replace(scaling, x=scale.cpu())
+        right = spmm_nm_scaled(w.to("cpu"), x.cpu(), on_cpu, act=SWIGLU, out_dtype=out_dtype)
+        if out_dtype == torch.int8:  # A value near the middle of two codes may be either.
+            assert (y.cpu().int() - right.int()).abs().max() <= 1
+        else:
+            eps = torch.finfo(out_dtype).eps
+            torch.testing.assert_close(y.cpu(), right, rtol=16 * eps, atol=16 * eps)
 
 
 @pytest.mark.parametrize("sums", ["promoted", "fast"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopsparse.errors import ArgumentError
 from hopsparse.formats import NM
-from hopsparse.ops import Scaling, spmm_nm_scaled
+from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import Problem
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, eight_bit
@@ -93,6 +93,28 @@ def test_transposed_and_strided_x_is_taken() -> None:
     assert spmm_nm_scaled(w, x.T[:0]).shape == (0, OUT)
 
 
+def test_swiglu_folds_gate_and_up() -> None:
+    gate, up = codes((16, K), torch.int8, 8), codes((16, K), torch.int8, 8)
+    for each in (gate, up):
+        each.view(16, -1, 4)[..., 1::2] = 0
+    x, scale = codes((3, TOKENS, K), torch.int8, 8), torch.rand(2, 16) / 64
+    bias = torch.randn(2, 16)
+    y = spmm_nm_scaled(
+        NM.from_dense(interleave_gate_up(gate, up)),
+        x,
+        Scaling(w=interleave_gate_up(*scale)),
+        bias=interleave_gate_up(*bias),
+        act="swiglu",
+        out_dtype=torch.float32,
+    )
+    sums = (x.double() @ each.double().T for each in (gate, up))
+    left, right = (s * factor + term for s, factor, term in zip(sums, scale, bias, strict=True))
+    assert y.shape == (3, TOKENS, 16)
+    torch.testing.assert_close(
+        y.double(), torch.nn.functional.silu(left) * right, rtol=1e-5, atol=1e-6
+    )
+
+
 def test_the_plan_says_reference() -> None:
     assert "reference" in plan_scaled(weight(E4M3), codes((TOKENS, K), E4M3, 4)).describe()
 
@@ -114,6 +136,7 @@ ONE = torch.ones(1)
         ({"scaling": Scaling(x=torch.ones(TOKENS))}, "scale of x"),
         ({"scaling": Scaling(sums="exact")}, "sums='exact'"),
         ({"act": "swish"}, "act='swish'"),
+        ({"act": "swiglu"}, "swiglu of 24 rows"),
         ({"out_dtype": torch.float64}, "out_dtype=torch.float64"),
         ({"out_dtype": torch.int8}, "scaling.out=None for torch.int8"),
         ({"scaling": Scaling(out=1.0)}, "scaling.out=1.0 for torch.bfloat16"),

@@ -16,7 +16,7 @@ from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
 from .spmm_nm.op import spmm_nm
-from .spmm_nm.scaled import Scaling, spmm_nm_scaled
+from .spmm_nm.scaled import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
 #: `quantize_rows` its inputs.
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "Scaling",
     "decompress",
+    "interleave_gate_up",
     "pack_nm",
     "product",
     "quantize_rows",

@@ -27,7 +27,7 @@ from ...launch import (
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
-from .kernel import PANEL, SCALARS, WORD, Config, Numbers, spec_of_numbers, stores_directly
+from .kernel import PANEL, SCALARS, WORD, Config, Numbers, fold_of, spec_of_numbers, stores_directly
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
@@ -261,7 +261,7 @@ def planned(
         device: Ordinal of the GPU.
         config: The tile.
     """
-    direct = stores_directly(problem.out, numbers.out)
+    direct = stores_directly(problem.out // fold_of(activation), numbers.out)
     spec = spec_of_numbers(config, numbers, activation, has_residual, direct)
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
     out_tiles = ceil(ceil(problem.out / config.out) / config.cluster_out)

@@ -12,8 +12,10 @@ namespace spmm_nm {
 
 template <class C>
 struct Pieces {
-  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4;
+  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4 / C::kFold;
   static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
+  // 16-byte chunks of a line, and lines that a warpgroup moves at a time.
+  static constexpr int kChunks = 8 / C::kFold, kLines = 128 / kChunks;
 };
 
 // Reads of these sums stay behind what is in front of this: the last wait of the main loop, or the
@@ -81,6 +83,8 @@ struct PanelAt {
     const int token = min(column() + of_tile, args.tokens - 1);
     return args.x_scale[(long long)token * args.x_scale_step];
   }
+  // Where the panel starts in a row of y.
+  __device__ __forceinline__ int first() const { return out0 / C::kFold; }
   __device__ __forceinline__ int row(int half) const {
     return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
   }
@@ -108,6 +112,30 @@ __device__ __forceinline__ void pack_piece(const Args& args,
   }
 }
 
+// The same where rows of gate and of up meet in one: eight of gate, then eight of up.
+template <class C>
+__device__ __forceinline__ float gate(const Args& args, const typename C::Number* sums,
+                                      const PanelAt<C>& at, int token) {
+  const float scale = at.token_scale(args, token);
+  float up = static_cast<float>(sums[2]) * at.terms[1].scale;
+  if constexpr (C::kScaled) up *= scale;
+  return finish<C>(sums[0], at.terms[0], scale) * (up + at.terms[1].bias);
+}
+
+template <class C>
+__device__ __forceinline__ void pack_gated_piece(const Args& args,
+                                                 typename C::Number (&d)[C::kTokens / 2],
+                                                 const PanelAt<C>& at, int s, u32* words) {
+  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
+#pragma unroll
+  for (int i = 0; i < Pieces<C>::kWords; ++i) {
+    const auto* sums = &d[s * Pieces<C>::kSums + i * 4];
+    const int token = s * C::kStoreTokens + i * 8;
+    words[i] =
+        pack<C::kOut>(gate<C>(args, sums, at, token), gate<C>(args, sums + 1, at, token + 1));
+  }
+}
+
 // A piece is written to shared memory in the fragments' order, transposed, and read back as rows of
 // 64 out-features, which leave as whole lines. The pieces of a warpgroup alternate between its two
 // buffers, `turn` counts them: the barrier of a piece also says that the piece before it was read.
@@ -117,11 +145,15 @@ __device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
   return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
 }
 
-// This lane's address in the 16 tokens x 16 out-features that one instruction writes. Tokens are
-// 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a bank.
+// This lane's address in the 16 tokens x 16 out-features that one instruction writes; gated, in 32
+// x 8. Tokens are 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a
+// bank.
 template <class C>
 __device__ __forceinline__ u32 piece_address(u32 smem, u32 wg, u32 turn) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  if constexpr (C::kFold == 2) {
+    return piece_buffer<C>(smem, wg, turn) + lane * 128 + (warp ^ lane % 8) * 16;
+  }
   return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
          ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
 }
@@ -130,7 +162,8 @@ template <class C>
 __device__ __forceinline__ void write_words(const u32* words, u32 address) {
 #pragma unroll
   for (int j = 0; j < Pieces<C>::kWords; j += 4) {
-    store_transposed_x4<0>(address + j * 512, words[j], words[j + 1], words[j + 2], words[j + 3]);
+    store_transposed_x4<0>(address + j * C::kFold * 512, words[j], words[j + 1], words[j + 2],
+                           words[j + 3]);
   }
 }
 
@@ -141,22 +174,25 @@ struct Line {
   u32 shared;
   bool exists;
 
-  __device__ __forceinline__ Line(const Args& args, u32 buffer, int out0, int token0, int i) {
-    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8 + i * 16;
-    at = (long long)(token0 + row) * args.out + out0 + chunk * 8;
+  __device__ __forceinline__ Line(const Args& args, u32 buffer, int first, int token0, int i) {
+    constexpr int kChunks = Pieces<C>::kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    const int row = threadIdx.x % 128 / kChunks + i * Pieces<C>::kLines;
+    const int width = args.out / C::kFold;
+    at = (long long)(token0 + row) * width + first + chunk * 8;
     shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
-    exists = token0 + row < args.tokens && out0 + chunk * 8 < args.out;
+    exists = token0 + row < args.tokens && first + chunk * 8 < width;
   }
 };
 
 template <class C>
-__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int out0,
+__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int first,
                                            int token0) {
   named_barrier<128>(1 + wg);
   const u32 buffer = piece_buffer<C>(smem, wg, turn++);
 #pragma unroll
-  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
-    const Line<C> line(args, buffer, out0, token0, i);
+  for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
+    const Line<C> line(args, buffer, first, token0, i);
     const uint4 words = load_shared_x4(line.shared);
     if (line.exists) *reinterpret_cast<uint4*>(static_cast<u16*>(args.y) + line.at) = words;
   }
@@ -165,12 +201,12 @@ __device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u
 // The words of the residual where a piece will be written, by the way back.
 template <class C>
 __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
-                                               int out0, int token0, u32* words) {
+                                               int first, int token0, u32* words) {
   const u16* residual = static_cast<const u16*>(args.residual);
   const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
 #pragma unroll
-  for (int i = 0; i < C::kStoreTokens / 16; ++i) {
-    const Line<C> line(args, buffer, out0, token0, i);
+  for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
+    const Line<C> line(args, buffer, first, token0, i);
     uint4 found = {0, 0, 0, 0};
     if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
     store_shared_x4(line.shared, found);
@@ -187,9 +223,12 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const PanelAt<C>& at) {
   const int left = args.tokens - at.column();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 / C::kFold; ++half) {
     if (at.row(half) >= args.out) continue;
-    long long place = (long long)at.column() * args.out + at.row(half);
+    const int width = args.out / C::kFold;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int out = C::kFold == 2 ? at.first() + warp * 8 + lane / 4 : at.row(half);
+    long long place = (long long)at.column() * width + out;
 #pragma unroll
     for (int i = 0; i < C::kTokens / 4; ++i) {
       const int token = i / 2 * 8 + i % 2;
@@ -198,13 +237,18 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
         if constexpr (C::kOut == Type::s32) {
           static_cast<int*>(args.y)[place] = sum;
         } else {
-          float v = finish<C>(sum, at.terms[half], at.token_scale(args, token));
+          float v;
+          if constexpr (C::kFold == 2) {
+            v = gate<C>(args, &d[i / 2 * 4 + i % 2], at, token);
+          } else {
+            v = finish<C>(sum, at.terms[half], at.token_scale(args, token));
+          }
           if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
           if constexpr (C::kOut == Type::s8 || C::kOut == Type::e4m3) v *= args.out_multiplier;
           store_value<C::kOut>(args.y, place, v);
         }
       }
-      place += (i % 2 == 0 ? 1LL : 7LL) * args.out;
+      place += (i % 2 == 0 ? 1LL : 7LL) * width;
     }
   }
 }
@@ -222,11 +266,16 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
       for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
         u32 words[Pieces<C>::kWords];
         if constexpr (C::kResidual) {
-          fetch_residual<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens, words);
+          fetch_residual<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens,
+                            words);
         }
-        pack_piece<C>(args, d[p], at, s, words);
+        if constexpr (C::kFold == 2) {
+          pack_gated_piece<C>(args, d[p], at, s, words);
+        } else {
+          pack_piece<C>(args, d[p], at, s, words);
+        }
         write_words<C>(words, piece_address<C>(smem, wg, turn));
-        send_piece<C>(args, smem, wg, turn, at.out0, at.token0 + s * C::kStoreTokens);
+        send_piece<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens);
       }
     }
   }

@@ -28,7 +28,7 @@ struct Args {
   TensorMap x;           // [tokens, k], boxes of x_rows tokens x a unit
   TensorMap values;      // [steps, panels, 2048 bytes]
   TensorMap meta;        // [panels, k / 64, 128 words]
-  void* y;               // [tokens, out], contiguous
+  void* y;               // [tokens, out / Config::kFold], contiguous
   const void* bias;      // [out], of type Config::kBias, or null
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
   const float* w_scale;  // [out, w_groups], or [1] where w_groups is 0; read if Config::kScaled

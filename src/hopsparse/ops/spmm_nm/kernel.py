@@ -16,6 +16,8 @@ PANEL = 64  # out-features of one instruction, rows of a panel of the packed lay
 WORD = 64  # columns of k that share an index word of the packed layout
 MAP_BYTES = 128
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+#: silu(gate) * up of eight rows of gate, then eight of up: half as many results as rows.
+SWIGLU = "swiglu"
 _TYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -25,6 +27,7 @@ _TYPES = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+_ACTIVATION = {SWIGLU: "silu"}
 _UNIT_BITS = 1024  # of a token: 64 columns of 16 bits, or 128 of 8
 _SMEM_BYTES = target("h200").smem_per_block
 _MOST_STAGES = 8
@@ -278,7 +281,8 @@ struct Config {{
   static constexpr bool kDirect = {_cpp(direct)}, kResidual = {_cpp(residual)};
   static constexpr bool kScaled = {_cpp(numbers.scaled)}, kGrouped = {_cpp(numbers.grouped)};
   static constexpr bool kPromoted = {_cpp(numbers.promoted or numbers.grouped)};
-  static constexpr Activation kActivation = Activation::{activation};
+  static constexpr int kFold = {fold_of(activation)};
+  static constexpr Activation kActivation = Activation::{_ACTIVATION.get(activation, activation)};
   static constexpr Type kOut = Type::{_TYPES[numbers.out]}, kBias = Type::{_TYPES[numbers.bias]};
 {sparse_product(numbers.kind, config.tokens, config.panels)}}};
 
@@ -292,6 +296,16 @@ extern "C" __global__ void __cluster_dims__({config.cluster}, 1, 1) __launch_bou
   spmm_nm::run<Config>(args, dynamic_smem);
 }}
 """
+
+
+def fold_of(activation: str) -> int:
+    """Rows of w that one result is made of.
+
+    Example:
+        >>> fold_of("silu"), fold_of(SWIGLU)
+        (1, 2)
+    """
+    return 2 if activation == SWIGLU else 1
 
 
 def _cpp(value: bool) -> str:

@@ -11,7 +11,16 @@ import torch
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
 from .cost import Problem, predicted_us, suits
-from .kernel import Config, Numbers, deepest, spec_for, spec_of_numbers, stores_directly
+from .kernel import (
+    SWIGLU,
+    Config,
+    Numbers,
+    deepest,
+    fold_of,
+    spec_for,
+    spec_of_numbers,
+    stores_directly,
+)
 
 __all__ = [
     "CANDIDATES",
@@ -217,21 +226,28 @@ def _eight_bit_specs() -> list[KernelSpec]:
         specs += [spec_of_numbers(c, numbers, *plain) for c in (first, last)]
         if numbers.out not in ("int8", "int32", fp8):
             specs.append(spec_of_numbers(first, numbers, "silu", True, False))
+        if numbers.out != "int32":
+            folded = eight_bit(numbers, SWIGLU)
+            specs += [spec_of_numbers(c, numbers, SWIGLU, False, False) for c in folded[::7]]
     return specs
 
 
 @cache
-def eight_bit(numbers: Numbers) -> tuple[Config, ...]:
+def eight_bit(numbers: Numbers, activation: str = "none") -> tuple[Config, ...]:
     """Every tile that an 8-bit product considers.
 
-    Sums that leave the tensor cores stage by stage need registers twice: one panel a warpgroup, 128
-    tokens at most. Where stages have scales, one is a group of 128 columns.
+    Sums that leave the tensor cores stage by stage need registers twice, and all need twice the
+    index words of 16 bits: 128 tokens at most for one panel a warpgroup, else 256. Where stages
+    have scales, one is a group of 128 columns. Results of gate and up leave 32 tokens at a time.
 
     Args:
         numbers: Dtypes, and how sums are taken.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
     """
     twice = numbers.promoted or numbers.grouped
-    fits = [c for c in CANDIDATES if not twice or (c.panels == 1 and c.tokens <= 128)]
+    most = 128 if twice else 256  # sums of a thread, at two columns each
+    fits = [c for c in CANDIDATES if c.panels * c.tokens <= most]
+    fits = [c for c in fits if c.store_tokens % (16 * fold_of(activation)) == 0]
     units = [1 if numbers.grouped else config.units for config in fits]
     made = (replace(c, units=n, stages=2, bits=8) for c, n in zip(fits, units, strict=True))
     return tuple(dict.fromkeys(deepest(config) for config in made))

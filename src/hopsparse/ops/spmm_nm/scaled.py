@@ -12,7 +12,7 @@ from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from .._product import Plan
-from .kernel import ACTIVATIONS, Config
+from .kernel import ACTIVATIONS, SWIGLU, Config
 from .op import is_hopper
 from .scaled_dispatch import GROUP, Call, Pair, scaled
 
@@ -64,14 +64,15 @@ def spmm_nm_scaled(
             strides; rows that do not start on 16 bytes, or that are transposed, are copied.
         scaling: Scales, and how to add.
         bias: [out], of out_dtype where that is 16-bit, else float32; or None.
-        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
+        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None; or `swiglu`, silu(gate) * up of
+            rows as `interleave_gate_up` orders them, without a residual.
         residual: [..., out] of out_dtype, which is then float32, bfloat16 or float16; or None.
         out_dtype: bfloat16, float16 or float32; int32, the sums of int8 as they are; or int8 or
             float8_e4m3fn: the nearest code of the value over `scaling.out`, at most 127 or 448.
         config: The kernel's tile; None chooses one.
 
     Returns:
-        [..., out], contiguous.
+        [..., out], contiguous; of `swiglu`, [..., out / 2].
 
     Raises:
         ArgumentError: Arguments do not fit each other.
@@ -89,6 +90,35 @@ def spmm_nm_scaled(
     scales, added = (scaling.w, scaling.x), (bias, residual)
     _check_added(w, x, scales, added, call)
     return scaled(w, x, scales, added, call)
+
+
+def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of two layers as `act="swiglu"` wants them in one: eight of gate, then eight of up.
+
+    Weights before they are packed, and their biases and scales alike.
+
+    Args:
+        gate: [rows, ...], rows a multiple of 8.
+        up: As gate.
+
+    Returns:
+        [2 rows, ...].
+
+    Raises:
+        ArgumentError: Other shapes.
+
+    Example:
+        >>> interleave_gate_up(torch.arange(8), torch.arange(10, 18)).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17]
+    """
+    if gate.shape != up.shape or gate.ndim < 1 or gate.shape[0] % 8:
+        raise ArgumentError(
+            f"interleave_gate_up: gate {list(gate.shape)}, up {list(up.shape)}",
+            need="two of one shape, with a multiple of 8 rows",
+            hint="rows of zeros at the end of both",
+        )
+    pairs = [each.reshape(-1, 8, *each.shape[1:]) for each in (gate, up)]
+    return torch.stack(pairs, 1).flatten(0, 2)
 
 
 def plan_scaled(w: NM, x: Tensor) -> Plan:
@@ -123,8 +153,8 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
         _refuse(f"x is {x.dtype} on {x.device}", need, "hopsparse.quant, which makes codes of x")
     if call.sums not in _SUMS:
         _refuse(f"sums={call.sums!r}", "one of " + ", ".join(_SUMS), "'promoted'")
-    if call.activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS[1:])
+    if call.activation not in (*ACTIVATIONS, SWIGLU):
+        known = ", ".join((*ACTIVATIONS[1:], SWIGLU))
         _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
     if call.config is not None and call.config.bits != 8:
         _refuse(f"config {call.config.name} of 16 bits", "a tile of 8 bits", "config=None")
@@ -159,6 +189,8 @@ def _check_added(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Non
         need = "a positive one for a result in 8 bits, none for any other"
         _refuse(f"scaling.out={call.out_scale} for {dtype}", need, "Scaling(out=0.1)")
     scaled_up = any(t is not None for t in (*scales, bias)) or call.activation != "none"
+    if call.activation == SWIGLU and (out % 16 or residual is not None):
+        _refuse(f"swiglu of {out} rows", "a multiple of 16, and no residual", "interleave_gate_up")
     if dtype == torch.int32 and (w.dtype != torch.int8 or scaled_up):
         _refuse("a result of int32 with more to do", "sums of int8 as they are", "float32")
     wanted = dtype if dtype in _WIDE else torch.float32

@@ -12,7 +12,7 @@ from ...formats.nm import NM
 from ...launch import Bound, current_stream, device_facts
 from .cost import Problem, predicted_us, suits
 from .device import Launch, Scales, check_sides, planned, rows_for_tma
-from .kernel import Config, Numbers
+from .kernel import Config, Numbers, fold_of
 from .plan import eight_bit
 from .scaled_dispatch import Call, Pair
 
@@ -23,7 +23,8 @@ _BOUND: dict[tuple[object, ...], Bound] = {}
 def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     """The product of arguments that were checked; as for `scaled_dispatch.scaled`."""
     (out, k), (w_scale, x_scale), device = w.shape, scales, x.get_device()
-    y = torch.empty((*x.shape[:-1], out), dtype=call.out_dtype, device=x.device)
+    width = out // fold_of(call.activation)
+    y = torch.empty((*x.shape[:-1], width), dtype=call.out_dtype, device=x.device)
     tokens = x.numel() // k
     if tokens == 0:
         return y
@@ -74,20 +75,27 @@ def _launch(
     config: Config | None,
 ) -> Launch:
     check_sides(problem)
-    config = config or choose_scaled(problem, numbers, device_facts(device).sm_count)
+    config = config or choose_scaled(
+        problem, numbers, device_facts(device).sm_count, activation=activation
+    )
     return planned(problem, numbers, activation, has_residual, device, config)
 
 
-def choose_scaled(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
+def choose_scaled(
+    problem: Problem, numbers: Numbers, sm_count: int, *, activation: str = "none"
+) -> Config:
     """The tile that is predicted to be fastest; one for 16 token counts.
 
     Args:
         problem: Sizes, all positive.
         numbers: Dtypes, and how sums are taken.
         sm_count: SMs of the GPU.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
     """
     rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
-    suited = [config for config in eight_bit(numbers) if suits(config, rounded, sm_count)]
+    suited = [
+        config for config in eight_bit(numbers, activation) if suits(config, rounded, sm_count)
+    ]
     return min(suited, key=lambda config: predicted_us(config, rounded, sm_count))
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern, parse_pattern
 from .dispatch import LIBRARY
-from .kernel import Config
+from .kernel import SWIGLU, Config, fold_of
 from .reference import apply_activation
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -84,6 +84,9 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
         y = y * x_scale
     if bias is not None:
         y = y + bias.float()
+    if call.activation == SWIGLU:
+        gate, up = y.view(*y.shape[:-1], -1, 2, 8).unbind(-2)
+        y = (F.silu(gate) * up).flatten(-2)
     y = apply_activation(y, call.activation)
     if residual is not None:
         y = y + residual.float()
@@ -140,7 +143,7 @@ def _result(
     out_scale: float | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+    return x.new_empty((*x.shape[:-1], out // fold_of(words[1])), dtype=out_dtype)
 
 
 LIBRARY.define(
