@@ -204,6 +204,7 @@ def test_transposed_strided_and_unaligned_x(device: torch.device) -> None:
         integers((9, 300), torch.int8, device)[:, 7:267],
         integers((2, 3, 260), torch.int8, device),
         integers((1, 260), torch.int8, device),
+        integers((260,), torch.int8, device),
     ):
         y = spmm_nm_scaled(w, x, out_dtype=torch.int32)
         assert torch.equal(y.double(), exact(x, dense))

@@ -132,6 +132,7 @@ ONE = torch.ones(1)
         ({"x": X.to(E4M3)}, "x is torch.float8_e4m3fn"),
         ({"x": X[:, 1:]}, r"x of shape \[5, 271\]"),
         ({"scaling": Scaling(w=torch.ones(OUT - 1))}, "scale of w"),
+        ({"scaling": Scaling(w=torch.ones(OUT, 3))}, "scale of w"),
         ({"scaling": Scaling(w=ONE.double())}, "scale of w .* of torch.float64"),
         ({"scaling": Scaling(x=torch.ones(TOKENS))}, "scale of x"),
         ({"scaling": Scaling(sums="exact")}, "sums='exact'"),

@@ -27,8 +27,8 @@ class Scaling:
     """What 8-bit codes stand for, and how they are added up.
 
     Attributes:
-        w: float32, one for all [1], for each out-feature [out] or [out, 1], or for each 128 columns
-            of it [out, ceil(k / 128)]; None is 1.
+        w: float32, one for all [1], for each out-feature [out] or [out, 1], or, of 8-bit floats,
+            for each 128 columns of it [out, ceil(k / 128)]; None is 1.
         x: float32, one for all [1], or for each token [..., 1]; None is 1.
         out: What a code of an 8-bit result stands for; such a result needs it.
         sums: Of 8-bit floats. `promoted` leaves the tensor cores every 128 or 256 columns, to add
@@ -158,7 +158,7 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
         _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
     if call.config is not None and call.config.bits != 8:
         _refuse(f"config {call.config.name} of 16 bits", "a tile of 8 bits", "config=None")
-    groups = -(-k // GROUP)
+    groups = -(-k // GROUP) if w.dtype != torch.int8 else 1  # Sums of integers stay integers.
     _check_scale("w", scaling.w, x, ((1,), (out,), (out, 1), (out, groups)))
     _check_scale("x", scaling.x, x, ((1,), (*x.shape[:-1], 1)))
 

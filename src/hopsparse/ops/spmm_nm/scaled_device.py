@@ -28,9 +28,10 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     tokens = x.numel() // k
     if tokens == 0:
         return y
+    row = k
     if not x.is_contiguous() or k % 16 or x.data_ptr() % 16:
         x = rows_for_tma(x)
-    row = x.stride(-2) if x.ndim > 1 and not x.is_contiguous() else k
+        row = x.stride(0)
     # All that a launch reads is made contiguous, and lives as long as this call.
     bias, residual, w_scale, x_scale = (
         None if each is None else each.contiguous() for each in (*added, w_scale, x_scale)
