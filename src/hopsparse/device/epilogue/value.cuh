@@ -41,11 +41,15 @@ __device__ __forceinline__ signed char nearest_s8(float value) {
   return static_cast<signed char>(max(-127, min(127, code)));
 }
 
-// The nearest code, 448 at most; NaN stays NaN.
-__device__ __forceinline__ u8 nearest_e4m3(float value) {
+// Two codes, the first in the low byte; those of E4M3 are 448 at most, and NaN stays NaN.
+template <Type T>
+__device__ __forceinline__ u32 code_pair(float low, float high) {
+  if constexpr (T == Type::s8) {
+    return static_cast<u8>(nearest_s8(low)) | static_cast<u8>(nearest_s8(high)) << 8;
+  }
   u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
-  return static_cast<u8>(pair);
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 template <Type T>
@@ -55,7 +59,7 @@ __device__ __forceinline__ void store_value(void* tensor, long long at, float va
   } else if constexpr (T == Type::s8) {
     static_cast<signed char*>(tensor)[at] = nearest_s8(value);
   } else if constexpr (T == Type::e4m3) {
-    static_cast<u8*>(tensor)[at] = nearest_e4m3(value);
+    static_cast<u8*>(tensor)[at] = static_cast<u8>(code_pair<T>(value, 0.0f));
   } else {
     static_cast<u16*>(tensor)[at] = static_cast<u16>(pack<T>(value, 0.0f));
   }

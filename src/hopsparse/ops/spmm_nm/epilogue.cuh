@@ -11,11 +11,17 @@ namespace spmm_nm {
 // k, 4096^3). Page 0005 of docs/design has the table.
 
 template <class C>
+constexpr bool kCodes = C::kOut == Type::s8 || C::kOut == Type::e4m3;
+
+template <class C>
 struct Pieces {
-  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4 / C::kFold;
+  // 64 rows are lines of 128 bytes; of 64 where two rows are one, or a result is a byte.
+  static constexpr int kNarrow = C::kFold == 2 || kCodes<C> ? 2 : 1;
+  static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4 / kNarrow;
   static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
   // 16-byte chunks of a line, and lines that a warpgroup moves at a time.
-  static constexpr int kChunks = 8 / C::kFold, kLines = 128 / kChunks;
+  static constexpr int kChunks = 8 / kNarrow, kLines = 128 / kChunks;
+  static constexpr int kBytes = kCodes<C> ? 1 : 2;  // of a result
 };
 
 // Reads of these sums stay behind what is in front of this: the last wait of the main loop, or the
@@ -136,6 +142,32 @@ __device__ __forceinline__ void pack_gated_piece(const Args& args,
   }
 }
 
+// Codes of this thread's two rows side by side, so that a token's 16 rows of a warp are 16 bytes.
+// They come out as rows 0, 8, 1, 9 and on; `in_order` mends that.
+template <class C>
+__device__ __forceinline__ void pack_codes(const Args& args,
+                                           typename C::Number (&d)[C::kTokens / 2],
+                                           const PanelAt<C>& at, int s, u32* words) {
+  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
+#pragma unroll
+  for (int i = 0; i < Pieces<C>::kWords; ++i) {
+    words[i] = 0;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const auto* sums = &d[s * Pieces<C>::kSums + i * 4 + t];
+      const float scale = at.token_scale(args, s * C::kStoreTokens + i * 8 + t);
+      const float first = finish<C>(sums[0], at.terms[0], scale) * args.out_multiplier;
+      const float second = finish<C>(sums[2], at.terms[1], scale) * args.out_multiplier;
+      words[i] |= code_pair<C::kOut>(first, second) << 16 * t;
+    }
+  }
+}
+
+__device__ __forceinline__ uint4 in_order(uint4 words) {
+  return {__byte_perm(words.x, words.y, 0x6420), __byte_perm(words.z, words.w, 0x6420),
+          __byte_perm(words.x, words.y, 0x7531), __byte_perm(words.z, words.w, 0x7531)};
+}
+
 // A piece is written to shared memory in the fragments' order, transposed, and read back as rows of
 // 64 out-features, which leave as whole lines. The pieces of a warpgroup alternate between its two
 // buffers, `turn` counts them: the barrier of a piece also says that the piece before it was read.
@@ -145,13 +177,13 @@ __device__ __forceinline__ u32 piece_buffer(u32 smem, u32 wg, u32 turn) {
   return smem + Smem<C>::kStoreAt + (wg * 2 + turn % 2) * Smem<C>::kStore;
 }
 
-// This lane's address in the 16 tokens x 16 out-features that one instruction writes; gated, in 32
-// x 8. Tokens are 128 bytes apart, their 16-byte chunks permuted so that no two lanes meet in a
-// bank.
+// This lane's address in the 16 tokens x 16 out-features that one instruction writes; in 32 tokens
+// where lines are narrow. Tokens are 128 bytes apart, their 16-byte chunks permuted so that no two
+// lanes meet in a bank.
 template <class C>
 __device__ __forceinline__ u32 piece_address(u32 smem, u32 wg, u32 turn) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  if constexpr (C::kFold == 2) {
+  if constexpr (Pieces<C>::kNarrow == 2) {
     return piece_buffer<C>(smem, wg, turn) + lane * 128 + (warp ^ lane % 8) * 16;
   }
   return piece_buffer<C>(smem, wg, turn) + (lane / 16 * 8 + lane % 8) * 128 +
@@ -162,12 +194,12 @@ template <class C>
 __device__ __forceinline__ void write_words(const u32* words, u32 address) {
 #pragma unroll
   for (int j = 0; j < Pieces<C>::kWords; j += 4) {
-    store_transposed_x4<0>(address + j * C::kFold * 512, words[j], words[j + 1], words[j + 2],
-                           words[j + 3]);
+    store_transposed_x4<0>(address + j * Pieces<C>::kNarrow * 512, words[j], words[j + 1],
+                           words[j + 2], words[j + 3]);
   }
 }
 
-// The 16 bytes of y, and of a piece, that this thread moves in round `i`; null outside y.
+// The 16 bytes of y, counted in bytes, and of a piece that this thread moves in round `i`.
 template <class C>
 struct Line {
   long long at;
@@ -175,13 +207,13 @@ struct Line {
   bool exists;
 
   __device__ __forceinline__ Line(const Args& args, u32 buffer, int first, int token0, int i) {
-    constexpr int kChunks = Pieces<C>::kChunks;
+    constexpr int kChunks = Pieces<C>::kChunks, kBytes = Pieces<C>::kBytes, kOfChunk = 16 / kBytes;
     const int chunk = threadIdx.x % kChunks;
     const int row = threadIdx.x % 128 / kChunks + i * Pieces<C>::kLines;
     const int width = args.out / C::kFold;
-    at = (long long)(token0 + row) * width + first + chunk * 8;
+    at = ((long long)(token0 + row) * width + first) * kBytes + chunk * 16;
     shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
-    exists = token0 + row < args.tokens && first + chunk * 8 < width;
+    exists = token0 + row < args.tokens && first + chunk * kOfChunk < width;
   }
 };
 
@@ -193,8 +225,9 @@ __device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u
 #pragma unroll
   for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
     const Line<C> line(args, buffer, first, token0, i);
-    const uint4 words = load_shared_x4(line.shared);
-    if (line.exists) *reinterpret_cast<uint4*>(static_cast<u16*>(args.y) + line.at) = words;
+    uint4 words = load_shared_x4(line.shared);
+    if constexpr (kCodes<C>) words = in_order(words);
+    if (line.exists) *reinterpret_cast<uint4*>(static_cast<u8*>(args.y) + line.at) = words;
   }
 }
 
@@ -202,7 +235,7 @@ __device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u
 template <class C>
 __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
                                                int first, int token0, u32* words) {
-  const u16* residual = static_cast<const u16*>(args.residual);
+  const u8* residual = static_cast<const u8*>(args.residual);
   const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
 #pragma unroll
   for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
@@ -216,7 +249,8 @@ __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 w
   for (int j = 0; j < Pieces<C>::kWords; j += 4) load_transposed_x4(words + j, address + j * 512);
 }
 
-// Where lines cannot be written: y of 32 or 8 bits, or rows that are no multiple of 16 bytes.
+// Where lines cannot be written: y of 32 bits, rows that are no multiple of 16 bytes, narrow lines
+// of less than 32 tokens.
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const typename C::Number (&d)[C::kTokens / 2],
@@ -244,7 +278,7 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
             v = finish<C>(sum, at.terms[half], at.token_scale(args, token));
           }
           if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
-          if constexpr (C::kOut == Type::s8 || C::kOut == Type::e4m3) v *= args.out_multiplier;
+          if constexpr (kCodes<C>) v *= args.out_multiplier;
           store_value<C::kOut>(args.y, place, v);
         }
       }
@@ -271,6 +305,8 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
         }
         if constexpr (C::kFold == 2) {
           pack_gated_piece<C>(args, d[p], at, s, words);
+        } else if constexpr (kCodes<C>) {
+          pack_codes<C>(args, d[p], at, s, words);
         } else {
           pack_piece<C>(args, d[p], at, s, words);
         }

@@ -27,6 +27,7 @@ _TYPES = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+_LINE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _ACTIVATION = {SWIGLU: "silu"}
 _UNIT_BITS = 1024  # of a token: 64 columns of 16 bits, or 128 of 8
 _SMEM_BYTES = target("h200").smem_per_block
@@ -244,7 +245,7 @@ def spec_of_numbers(
     config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool
 ) -> KernelSpec:
     """The kernel of a config for any dtypes; the rest is as for `spec_for`."""
-    direct = direct or stores_directly(0, numbers.out)
+    direct = direct or not _has_lines(config, numbers, activation)
     producer, consumer = warpgroup_registers(config.warpgroups)
     words = [activation] if activation != "none" else []
     words += [numbers.out] if numbers.scaled or numbers.out != numbers.x else []
@@ -313,5 +314,13 @@ def _cpp(value: bool) -> str:
 
 
 def stores_directly(out: int, out_dtype: str) -> bool:
-    """Whether y [tokens, out] is stored directly: no 16 bits, or rows that start off 16 bytes."""
-    return out_dtype not in ("bfloat16", "float16") or out * 2 % 16 != 0
+    """Whether y [tokens, out] is stored directly: 32 bits, or rows that start off 16 bytes."""
+    return out_dtype not in _LINE_BYTES or out * _LINE_BYTES[out_dtype] % 16 != 0
+
+
+def _has_lines(config: Config, numbers: Numbers, activation: str) -> bool:
+    """Whether a tile's results can leave as lines, if the rows of y allow it."""
+    size, folds = _LINE_BYTES.get(numbers.out, 4), fold_of(activation) > 1
+    if size == 4 or (size == 1 and folds):
+        return False
+    return config.store_tokens == 32 if size == 1 or folds else True
