@@ -92,21 +92,22 @@ def test_no_pickle_is_loaded() -> None:
 
 
 def test_import_is_light() -> None:
-    """Nothing heavy is imported, no library of CUDA is loaded, and it takes under half a second."""
+    """Nothing heavy is imported, no library of CUDA is loaded, and it takes under half a second of
+    the processor, which others may hold meanwhile."""
     program = (
         "import re, sys, time, torch\n"
         "def loaded():\n"
         "    names = 'cuda|nvrtc|nvidia|cublas|cusparse'\n"
         "    return set(re.findall(rf'/\\S*(?:{names})\\S*', open('/proc/self/maps').read()))\n"
         "before = loaded() | set(sys.modules)\n"
-        "started = time.perf_counter()\n"
+        "started = time.process_time()\n"
         "import hopsparse\n"
-        "elapsed = time.perf_counter() - started\n"
+        "elapsed = time.process_time() - started\n"
         "heavy = {'transformers', 'matplotlib', 'gguf', 'accelerate', 'typer', 'rich', 'pynvml'}\n"
         "found = sorted((heavy & set(sys.modules) | loaded()) - before)\n"
         "print(found, torch.cuda.is_initialized(), elapsed < 0.5)\n"
     )
-    # The best of three: another process may hold the processor for a moment.
+    # The best of three: the first may have to read files that no cache holds.
     results = {
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
