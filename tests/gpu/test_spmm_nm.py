@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
-from hopsparse.measure.error import product_bound
+from hopsparse.measure.error import finish_bound, product_bound
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm
 from hopsparse.ops.spmm_nm import op
@@ -119,12 +119,8 @@ def test_epilogues(act: str, out: int, out_dtype: torch.dtype | None, device: to
     assert y.dtype == kind
     sums = 0.125 * (x.double() @ dense.double().T) + bias.double()
     expected = apply_activation(sums, act) + residual.double()
-    # alpha times an integer is exact; the bias, the activation (no steeper than 1.13, a few units
-    # of float32 with its fast exponential) and the residual round in float32, the end in `kind`.
-    unit = 2.0**-24
-    slack = 64 * unit * (sums.abs() + 1) + 4 * unit * (expected.abs() + residual.double().abs())
-    end = torch.finfo(kind).eps / 2 * (expected.abs() + slack) + torch.finfo(kind).tiny
-    assert ((y.double() - expected).abs() <= slack + end).all()
+    bound = finish_bound(sums.abs(), expected, residual, kind)  # alpha times an integer is exact
+    assert ((y.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("view", ["transpose", "columns", "expand", "offset", "batch", "vector"])

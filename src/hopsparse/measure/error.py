@@ -106,3 +106,30 @@ def gated_bound(gate: Tensor) -> Tensor:
     """
     units = 2 * (2 + (1.173 * gate.double().abs()).floor()) + 4 + 3
     return units * unit_roundoff(torch.float32) * (1 + 2**-16)
+
+
+def finish_bound(size: Tensor, result: Tensor, residual: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Largest possible error of act(scales * sum + bias) + residual of an exact sum, in float32.
+
+    Scales, the bias, the activation (no steeper than 1.13, a few units of float32 with its fast
+    exponential) and the residual round in float32, the end in `out_dtype`.
+
+    Args:
+        size: Magnitude of what the activation is applied to: its terms, added without signs.
+        result: The exact result.
+        residual: What was added last.
+        out_dtype: What the result is stored in.
+
+    Returns:
+        float64, as result.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> bool(finish_bound(one, one, one, torch.float32) < 1e-5)
+        True
+    """
+    unit = unit_roundoff(torch.float32)
+    slack = 64 * unit * (size.double() + 1)
+    slack = slack + 4 * unit * (result.double().abs() + residual.double().abs())
+    end = unit_roundoff(out_dtype) * (result.double().abs() + slack)
+    return slack + end + torch.finfo(out_dtype).tiny
