@@ -27,8 +27,7 @@ def all_specs() -> list[KernelSpec]:
 
 def promised(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that the operator says its kernels have."""
-    plan = plans()[spec.op]
-    found: tuple[str, ...] = plan.sass_of(spec) if hasattr(plan, "sass_of") else plan.SASS
+    found: tuple[str, ...] = plans()[spec.op].sass_of(spec)
     return found
 
 

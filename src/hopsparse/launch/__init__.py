@@ -2,7 +2,7 @@
 
 from .driver import DeviceFacts, check, device_facts, require_driver
 from .graph import Graph, capture
-from .kernel import Args, Bound, Kernel, kernel_for
+from .kernel import Args, Bound, Kernel, KnownLaunches, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
 from .stream import current_stream, is_capturing
@@ -16,6 +16,7 @@ __all__ = [
     "Element",
     "Graph",
     "Kernel",
+    "KnownLaunches",
     "capture",
     "check",
     "check_tiled",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
-from ..ops.spmm_nm.op import is_hopper
+from ..ops._product import is_hopper
 from ..quant import fake_inputs, round_inputs
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

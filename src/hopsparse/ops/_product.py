@@ -352,3 +352,15 @@ def _places(w: SparseMatrix) -> Tensor:
 
 def _decoded(w: SparseMatrix, parts: Mapping[str, Tensor]) -> Tensor:
     return w.from_parts(w.shape, {**w.parts(), **parts}, w.attributes()).to_dense().long()
+
+
+# A dictionary, because torch.compile of torch 2.11 warns of functools.cache in what it traces.
+_HOPPER: dict[int, bool] = {}
+
+
+def is_hopper(device: int) -> bool:
+    """Whether a GPU, by its ordinal, runs the kernels of sm_90a."""
+    known = _HOPPER.get(device)
+    if known is None:
+        known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)
+    return known

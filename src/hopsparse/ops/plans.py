@@ -1,8 +1,7 @@
 """The operators that have kernels, and every kernel they may run.
 
 An operator has kernels if its folder has a `plan.py`. That module gives them with `every_spec()`,
-and names in `SASS` the instructions that their code must show, or with `sass_of(spec)`, where
-kernels differ in them.
+and says with `sass_of(spec)` which instructions the code of one must show.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@
 // instructions a group of four fill a third of the issue slots of that time.
 
 #include "ptx/base.cuh"
+#include "ptx/global.cuh"
 
 namespace pack_nm {
 
@@ -27,10 +28,6 @@ struct Args {
   u64* refused;                // the smallest row << 32 | group that cannot be packed
   i64 row_stride, col_stride;  // bytes
   u32 rows, cols, units;       // units of a panel
-};
-
-struct alignas(16) Piece {
-  u32 word[4];
 };
 
 struct alignas(8) Kept {
@@ -92,18 +89,6 @@ __device__ __forceinline__ u32 column_of(u32 step, u32 q) {
 
 template <class Config>
 using Tile = Piece[Config::kUnits * Facts<Config>::kPieces];  // step by step, upper row first
-
-// 16 bytes that are read once, or zeros. The line is asked for whole: its other half comes next.
-__device__ __forceinline__ Piece load_if(bool inside, const u8* from) {
-  Piece p;
-  asm("{.reg .pred inside;\n"
-      "setp.ne.u32 inside, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@inside ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
-      : "=&r"(p.word[0]), "=&r"(p.word[1]), "=&r"(p.word[2]), "=&r"(p.word[3])
-      : "l"(from), "r"(u32(inside)));
-  return p;
-}
 
 // The first `count` entries of a piece, one by one; zeros behind them.
 template <class Config>

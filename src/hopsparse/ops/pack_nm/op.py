@@ -12,11 +12,11 @@ from ...formats._base import check_dense, nonzero_mask
 from ...formats.nm import NM, full_group_error
 from ...formats.pattern import NMPattern, as_nm_pattern
 from ...prune.mask import check_matrix
+from .._product import is_hopper
 from . import plan, reference
 from .plan import PackConfig, Select
 
 _PATTERN = NMPattern(2, 4)
-_HOPPER = (9, 0)
 
 
 def pack_nm(dense: Tensor, pattern: NMPattern | str = "2:4", *, select: Select = "check") -> NM:
@@ -136,7 +136,7 @@ def _has_kernel(dense: Tensor, pattern: NMPattern, select: Select) -> bool:
         and pattern == _PATTERN
         and plan.supports(_name(dense.dtype), select)
         and max(dense.shape) <= plan.LONGEST_SIDE
-        and torch.cuda.get_device_capability(dense.device) == _HOPPER
+        and is_hopper(dense.get_device())
     )
 
 

@@ -12,8 +12,8 @@ from ...plan.spec import KernelSpec
 
 THREADS, PANEL_ROWS, UNIT_COLS = 128, 64, 64
 
-#: Instructions that the SASS of every kernel must show.
-SASS = ("STG.E.64", "PRMT", "SHFL.BFLY")
+# Instructions that the SASS of every kernel must show.
+_SASS = ("STG.E.64", "PRMT", "SHFL.BFLY")
 
 #: Rows and columns that the kernel counts in 32 bits, with room for the last tile.
 LONGEST_SIDE = 2**31 - 1024
@@ -123,6 +123,11 @@ def spec_for(config: PackConfig, dtype: str) -> KernelSpec:
         smem_bytes=0,
         args_bytes=ARGS_BYTES,
     )
+
+
+def sass_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Instructions that a kernel must hold."""
+    return _SASS
 
 
 def every_spec() -> list[KernelSpec]:

@@ -7,16 +7,14 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
-from ...launch import Bound, current_stream, kernel_for
+from ...launch import Bound, KnownLaunches, current_stream, kernel_for
 from . import plan
 from .plan import Source
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
 
-# About 1.5 KB each. Addresses recur, because torch hands freed memory out again.
-_MOST_BOUND = 4096
-_BOUND: dict[tuple[object, ...], Bound] = {}
+_BOUND = KnownLaunches()
 
 
 def run(
@@ -99,10 +97,8 @@ def enqueue(
     key = (addresses, scales.numel(), k, x.dtype, kind, eps, gate, device, current_stream(device))
     bound = _BOUND.get(key)
     if bound is None:
-        if len(_BOUND) >= _MOST_BOUND:
-            _BOUND.clear()
         size = (scales.numel(), k)
-        bound = _BOUND[key] = _bind(addresses, size, x.dtype, kind, eps, gate, device)
+        bound = _BOUND.keep(key, _bind(addresses, size, x.dtype, kind, eps, gate, device))
     bound()
 
 

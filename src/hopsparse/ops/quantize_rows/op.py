@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
+from .._product import is_hopper
 from .dispatch import register_on_gpu, run_reference, traced
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,7 +194,7 @@ def _run_on_gpu(
     residual: Tensor | None,
 ) -> list[Tensor]:
     """The kernel where there is one for this GPU, and something to do."""
-    if x.numel() == 0 or not _is_hopper(x.get_device()):
+    if x.numel() == 0 or not is_hopper(x.get_device()):
         return run_reference(x, kind, scale, norm, eps, gate, residual)
     return _run()(x, kind, scale, norm, eps, gate, residual)
 
@@ -207,13 +208,3 @@ def _run() -> Callable[..., list[Tensor]]:
     from .device import run
 
     return run
-
-
-_HOPPER: dict[int, bool] = {}
-
-
-def _is_hopper(device: int) -> bool:
-    known = _HOPPER.get(device)
-    if known is None:
-        known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)
-    return known

@@ -13,8 +13,8 @@ from ...plan.spec import KernelSpec
 #: Entries that a thread reads, rounds and stores at a time.
 CHUNK = 8
 
-#: Instructions that the SASS of every kernel must show.
-SASS = ("REDUX.MAX", "MUFU.RCP", "FFMA")
+# Instructions that the SASS of every kernel must show.
+_SASS = ("REDUX.MAX", "MUFU.RCP", "FFMA")
 
 #: Columns that the kernel counts in 32 bits with a sign, with room for the last step of a block.
 LONGEST_ROW = 2**30
@@ -135,6 +135,11 @@ def spec_for(dtype: str, codes: str, source: Source, shape: Shape) -> KernelSpec
         smem_bytes=0,
         args_bytes=ARGS_BYTES,
     )
+
+
+def sass_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Instructions that a kernel must hold."""
+    return _SASS
 
 
 def every_spec() -> list[KernelSpec]:

@@ -4,6 +4,7 @@
 #include "epilogue/activation.cuh"
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
+#include "ptx/global.cuh"
 
 namespace quantize_rows {
 
@@ -24,10 +25,6 @@ struct Args {
   u32 rows, k;
   u32 vector;  // k is a multiple of 8, and every row starts on 16 bytes
   float eps;
-};
-
-struct alignas(16) Piece {
-  u32 word[4];
 };
 
 struct alignas(8) Half {
@@ -63,18 +60,6 @@ struct Place {
 };
 
 // ---- read ----------------------------------------------------------------------------------
-
-// 16 bytes that are read once, or zeros. Not a branch, so that all loads of a row start at once.
-__device__ __forceinline__ Piece load_if(bool inside, const u8* from) {
-  Piece p;
-  asm("{.reg .pred inside;\n"
-      "setp.ne.u32 inside, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@inside ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
-      : "=&r"(p.word[0]), "=&r"(p.word[1]), "=&r"(p.word[2]), "=&r"(p.word[3])
-      : "l"(from), "r"(u32(inside)));
-  return p;
-}
 
 template <Type T>
 __device__ __forceinline__ void unpack_piece(float* to, const Piece& p) {

@@ -18,6 +18,7 @@ from ...launch import (
     Bound,
     Element,
     Kernel,
+    KnownLaunches,
     current_stream,
     device_facts,
     encode,
@@ -42,9 +43,7 @@ ELEMENTS = {
     "int8": Element.U8,
 }
 
-# About 2.5 KB each. Addresses recur, because torch hands freed memory out again.
-_MOST_BOUND = 4096
-_BOUND: dict[tuple[object, ...], Bound] = {}
+_BOUND = KnownLaunches()
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Launch:
             alpha: What the sum is multiplied by.
         """
         addresses = (x.data_ptr(), values.data_ptr(), meta.data_ptr(), y.data_ptr())
-        added = (_address(bias), _address(residual))
+        added = (address_of(bias), address_of(residual))
         stream = current_stream(self.kernel.device)
         self.bind(stream, addresses, x.stride(0), added, alpha)()
 
@@ -290,7 +289,8 @@ def forget_launches() -> None:
     _BOUND.clear()
 
 
-def _address(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -360,8 +360,6 @@ def run(
     if bound is None:
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
-        if len(_BOUND) >= _MOST_BOUND:
-            _BOUND.clear()
-        bound = _BOUND[key] = launch.bind(stream, key[0], row, key[1], alpha)
+        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1], alpha))
     bound()
     return y

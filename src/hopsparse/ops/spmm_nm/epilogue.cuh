@@ -38,6 +38,7 @@ __device__ __forceinline__ void settle(float (&sums)[N], int first, int count) {
   }
 }
 
+// By itself for integers: one text for both, by way of their bits, costs moves in promoted tiles.
 template <int N>
 __device__ __forceinline__ void settle(int (&sums)[N], int first, int count) {
 #pragma unroll
@@ -91,9 +92,7 @@ struct PanelAt {
   }
   // Where the panel starts in a row of y.
   __device__ __forceinline__ int first() const { return out0 / C::kFold; }
-  __device__ __forceinline__ int row(int half) const {
-    return out0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
-  }
+  __device__ __forceinline__ int row(int half) const { return out0 + row_of_panel(half); }
   __device__ __forceinline__ int column() const { return token0 + threadIdx.x % 4 * 2; }
 };
 

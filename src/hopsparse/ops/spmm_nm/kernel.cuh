@@ -215,6 +215,11 @@ __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at)
 
 template <class C>
 using Sums = typename C::Number[C::kPanels][C::kTokens / 2];
+// The two rows of a panel that this thread has sums of.
+__device__ __forceinline__ int row_of_panel(int half) {
+  return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
+}
+
 template <class C>
 using Words = u32[C::kPanels][C::kUnits * C::kWords];
 

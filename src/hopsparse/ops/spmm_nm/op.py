@@ -14,7 +14,7 @@ from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from ...tune import machine_of
-from .._product import Plan, check_inputs, check_weight, decompress
+from .._product import Plan, check_inputs, check_weight, decompress, is_hopper
 from . import reference
 from .cost import Problem
 from .dense import dense_win
@@ -330,15 +330,3 @@ def check_epilogue(
             need=f"{list(shape)} of {out_dtype} on {x.device}, as the result is",
             hint="residual.expand(...).to(...), or added to the result",
         )
-
-
-# A dictionary, because torch.compile of torch 2.11 warns of functools.cache in what it traces.
-_HOPPER: dict[int, bool] = {}
-
-
-def is_hopper(device: int) -> bool:
-    """Whether the kernel runs on a GPU, by its ordinal."""
-    known = _HOPPER.get(device)
-    if known is None:
-        known = _HOPPER[device] = torch.cuda.get_device_capability(device) == (9, 0)
-    return known

@@ -25,13 +25,13 @@ from .kernel import (
 __all__ = [
     "CANDIDATES",
     "DENSE",
-    "SASS",
     "Problem",
     "candidates",
     "choices",
     "choose",
     "every_spec",
     "key_of",
+    "sass_of",
     "spec_of",
     "tuned",
     "versions",
@@ -43,8 +43,8 @@ _STEP = 16
 #: What cuBLAS does, by its name in tuning results. Another torch brings another cuBLAS.
 DENSE = f"dense, torch {torch.__version__}"
 
-#: Instructions that every kernel of this operator must hold; `sass_of` adds its product.
-SASS = ("UTMALDG", "USETMAXREG")
+# Instructions that every kernel of this operator must hold, beside its product.
+_SASS = ("UTMALDG", "USETMAXREG")
 _PRODUCTS = {"bf16": "HGMMA.SP", "f16": "HGMMA.SP", "s8": "IGMMA.SP"}
 
 
@@ -85,7 +85,7 @@ CANDIDATES: tuple[Config, ...] = (
 
 def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
-    return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *SASS)
+    return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *_SASS)
 
 
 def candidates(

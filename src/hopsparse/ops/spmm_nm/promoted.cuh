@@ -10,10 +10,9 @@ struct GroupScales {
   float of[C::kPanels][2];
 
   __device__ __forceinline__ void load(const Args& args, int panel0, int group) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
     for (int i = 0; i < C::kPanels * 2; ++i) {
-      const int row = (panel0 + i / 2) * 64 + warp * 16 + lane / 4 + i % 2 * 8;
+      const int row = (panel0 + i / 2) * 64 + row_of_panel(i % 2);
       const bool exists = row < args.out && group < args.w_groups;
       of[i / 2][i % 2] = exists ? args.w_scale[(long long)row * args.w_groups + group] : 0.0f;
     }

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
-from .._product import Plan
+from .._product import Plan, is_hopper
 from .kernel import ACTIVATIONS, SWIGLU, Config
-from .op import is_hopper
 from .scaled_dispatch import GROUP, Call, Pair, scaled
 
 CODES = (torch.int8, torch.float8_e4m3fn)

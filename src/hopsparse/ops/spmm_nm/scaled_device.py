@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from ...formats.nm import NM
-from ...launch import Bound, current_stream, device_facts
+from ...launch import KnownLaunches, current_stream, device_facts
 from .cost import Problem, predicted_us, suits
-from .device import Launch, Scales, check_sides, planned, rows_for_tma
+from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
 from .kernel import Config, Numbers, fold_of
 from .plan import eight_bit
 from .scaled_dispatch import Call, Pair
 
-_MOST_BOUND = 4096
-_BOUND: dict[tuple[object, ...], Bound] = {}
+_BOUND = KnownLaunches()
 
 
 def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
@@ -43,7 +42,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
     key = (
         (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
-        (_address(bias), _address(residual), _address(w_scale), _address(x_scale)),
+        (address_of(bias), address_of(residual), address_of(w_scale), address_of(x_scale)),
         *(groups, x_step, tokens, out, k, row, w.dtype, x.dtype, call, device, stream),
     )
     bound = _BOUND.get(key)
@@ -52,16 +51,13 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
         problem, has_residual = Problem(tokens, out, k), residual is not None
         launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
         layout = Scales(
-            _address(one if w_scale is None else w_scale),
-            _address(one if x_scale is None else x_scale),
+            address_of(one if w_scale is None else w_scale),
+            address_of(one if x_scale is None else x_scale),
             groups,
             x_step,
             1.0 if call.out_scale is None else 1 / call.out_scale,
         )
-        if len(_BOUND) >= _MOST_BOUND:
-            _BOUND.clear()
-        bound = launch.bind(stream, key[0], row, key[1][:2], 1.0, layout)
-        _BOUND[key] = bound
+        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1][:2], 1.0, layout))
     bound()
     return y
 
@@ -109,7 +105,3 @@ def _numbers(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers
 @cache
 def _one(device: int) -> Tensor:
     return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

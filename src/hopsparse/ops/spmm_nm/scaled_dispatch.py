@@ -87,7 +87,8 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
     if call.activation == SWIGLU:
         gate, up = y.view(*y.shape[:-1], -1, 2, 8).unbind(-2)
         y = (F.silu(gate) * up).flatten(-2)
-    y = apply_activation(y, call.activation)
+    else:
+        y = apply_activation(y, call.activation)
     if residual is not None:
         y = y + residual.float()
     return to_out(y, call)

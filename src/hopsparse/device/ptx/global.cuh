@@ -1,0 +1,20 @@
+// Loads from device memory.
+#pragma once
+#include "ptx/base.cuh"
+
+struct alignas(16) Piece {
+  u32 word[4];
+};
+
+// 16 bytes that are read once, or zeros. Not a branch, so that all loads of a thread start at once;
+// the line is asked for whole, as its other half comes next.
+__device__ __forceinline__ Piece load_if(bool inside, const u8* from) {
+  Piece p;
+  asm("{.reg .pred inside;\n"
+      "setp.ne.u32 inside, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@inside ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=&r"(p.word[0]), "=&r"(p.word[1]), "=&r"(p.word[2]), "=&r"(p.word[3])
+      : "l"(from), "r"(u32(inside)));
+  return p;
+}
