@@ -149,7 +149,7 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
         _refuse(f"x of shape {list(x.shape)}", f"[..., {k}] for a weight [{out}, {k}]", "x.mT")
     if x.dtype not in dtypes or x.device != w.device:
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
-        _refuse(f"x is {x.dtype} on {x.device}", need, "hopsparse.quant, which makes codes of x")
+        _refuse(f"x is {x.dtype} on {x.device}", need, f"ops.quantize_rows(x, {w.dtype})")
     if call.sums not in _SUMS:
         _refuse(f"sums={call.sums!r}", "one of " + ", ".join(_SUMS), "'promoted'")
     if call.activation not in (*ACTIVATIONS, SWIGLU):
