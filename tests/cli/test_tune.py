@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hopsparse.cli.console import _finite
-from hopsparse.cli.tune import Tune, _cells, _print, _problems, distinct, layers_of, result
+from hopsparse.cli.tune import Tune, _cells, _print, result
+from hopsparse.cli.tune_problems import distinct, layers_of, problems_of
 from hopsparse.errors import ArgumentError
 from hopsparse.measure.suite import Problem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
@@ -68,20 +69,20 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
 
 
 def test_a_shape_is_tuned_once_for_each_class() -> None:
-    problems = distinct(_problems(Tune(shape=["4096x4096"])))
+    problems = distinct(problems_of(Tune(shape=["4096x4096"])))
     assert [each.tokens for each in problems] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     assert [each.measured for each in token_classes(4096)] == [each.tokens for each in problems]
 
 
 def test_counts_of_one_class_are_one_problem() -> None:
-    problems = distinct(_problems(Tune(shape=["64x32", "64x32"], tokens="1,16,17,300,5000")))
+    problems = distinct(problems_of(Tune(shape=["64x32", "64x32"], tokens="1,16,17,300,5000")))
     assert [each.tokens for each in problems] == [16, 32, 512, 16384]
 
 
 def test_a_suite_has_each_shape_once_and_takes_other_tokens() -> None:
-    problems = distinct(_problems(Tune(suite="anchors")))
+    problems = distinct(problems_of(Tune(suite="anchors")))
     assert len(problems) == 6 * 4 * 2
-    few = distinct(_problems(Tune(suite="anchors", tokens="1", dtype="float16")))
+    few = distinct(problems_of(Tune(suite="anchors", tokens="1", dtype="float16")))
     assert [(each.tokens, each.dtype) for each in few] == [(16, "float16")] * 6
     assert few[0].layer == "llama-3-8b.qkv"
 
@@ -100,7 +101,7 @@ def test_a_model_in_float32_has_nothing_to_tune(sparse_model: Path) -> None:
 
 
 def test_a_dense_model_has_nothing_to_tune(dense_model: Path) -> None:
-    with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values"):
+    with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values, or of 8-bit codes"):
         layers_of(dense_model, "bfloat16")
 
 

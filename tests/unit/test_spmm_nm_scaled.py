@@ -16,7 +16,7 @@ from hopsparse.ops.spmm_nm.cost import Problem
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, eight_bit
 from hopsparse.ops.spmm_nm.scaled import plan_scaled
-from hopsparse.ops.spmm_nm.scaled_device import choose_scaled
+from hopsparse.ops.spmm_nm.scaled_plan import choose_scaled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT, K, TOKENS = 24, 272, 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..units import duration_text
 from .console import print_json, stderr, stdout
 from .options import FAILED_EXIT, command
-from .problems import shape_of, tokens_of
+from .tune_problems import MOST_TOKENS, distinct, numbers_of, problems_of
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_KERNEL_DTYPES = ("bfloat16", "float16")
-_PATTERNS = ("2:4", "1:4")
-_MOST_TOKENS = 4096
 _SECONDS_A_PROBLEM = 60.0
 _SHOWN = 3
 
@@ -51,13 +48,22 @@ class Tune:
         typer.Option(
             metavar="N,N",
             help="Rows of x, whose classes are tuned; all classes up to "
-            f"{_MOST_TOKENS} tokens, or those of the suite.",
+            f"{MOST_TOKENS} tokens, or those of the suite.",
         ),
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16 or float16; bfloat16, or those of the model or the suite."),
+        typer.Option(
+            help="bfloat16 or float16; int8 or float8_e4m3fn for codes; bfloat16, or those of the "
+            "model or the suite."
+        ),
     ] = None
+    sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (
+        "promoted"
+    )
+    grouped: Annotated[
+        bool, typer.Option("--grouped", help="8-bit floats with a scale for each 128 columns of w.")
+    ] = False
     budget_s: Annotated[
         float | None,
         typer.Option(help="Seconds for all of it but compiling; 60 a problem if left out."),
@@ -73,7 +79,7 @@ def run(options: Tune) -> None:
     from ..measure.clock import gpu
     from ..tune import Store, machine_of
 
-    problems = distinct(_problems(options))
+    problems = distinct(problems_of(options))
     _check_budget(options.budget_s)
     machine, started = machine_of(gpu().index), time.monotonic()
     found: list[Row] = []
@@ -110,89 +116,10 @@ def _check_budget(budget_s: float | None) -> None:
         raise ArgumentError(f"--budget-s {budget_s}", need="seconds", hint="--budget-s 600")
 
 
-def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Each shape, dtype and class of token counts once, at the count that stands for the class."""
-    from ..tune import token_class
-
-    standing = {
-        (each.out, each.k, each.dtype, token_class(each.tokens)): each
-        for each in reversed([*problems])
-    }
-    return [replace(each, tokens=key[3].measured) for key, each in reversed(standing.items())]
-
-
-def _problems(options: Tune) -> Sequence[Problem]:
-    """What to tune.
-
-    Raises:
-        ArgumentError: Not one source of layers, or a text that is no such thing.
-        CheckpointError: The model cannot be read.
-    """
-    from ..measure.suite import Problem, read_suite
-    from ..tune import token_classes
-
-    sources = {"MODEL": options.model, "--shape": options.shape, "--suite": options.suite}
-    given = [name for name, value in sources.items() if value]
-    if len(given) != 1:
-        raise ArgumentError(
-            " and ".join(given) if given else "no layers",
-            need="one of MODEL, --shape and --suite",
-            hint="hopsparse tune --shape 4096x4096",
-        )
-    tokens = None if options.tokens is None else tokens_of(options.tokens)
-    if options.suite is not None:
-        return [
-            replace(each, dtype=options.dtype or each.dtype, tokens=count)
-            for each in read_suite(options.suite)
-            for count in ([each.tokens] if tokens is None else tokens)
-        ]
-    if options.model is not None:
-        layers = layers_of(options.model, options.dtype)
-    else:
-        dtype = options.dtype or _KERNEL_DTYPES[0]
-        layers = [("", *shape_of(text), dtype) for text in options.shape or ()]
-    counts = tokens or [each.measured for each in token_classes(_MOST_TOKENS)]
-    return [
-        Problem(name, out, k, count, dtype) for name, out, k, dtype in layers for count in counts
-    ]
-
-
-def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]:
-    """Name, out, k and dtype of the first layer of each shape that the kernel runs.
-
-    Args:
-        model: A checkpoint that hopsparse wrote.
-        dtype: What it will be loaded in; None is as it is stored.
-
-    Raises:
-        ArgumentError: It has none.
-        CheckpointError: It cannot be read.
-    """
-    from ..models.checkpoint import CheckpointReader
-
-    with CheckpointReader(model) as reader:
-        modules = {} if reader.sparse is None else reader.sparse.modules
-    found: dict[tuple[int, int, str], str] = {}
-    for name, entry in modules.items():
-        kind = dtype or entry.dtype
-        fits = entry.format == "nm" and entry.attributes.get("pattern") in _PATTERNS
-        if fits and kind in _KERNEL_DTYPES:
-            found.setdefault((*entry.shape, kind), name)
-    if not found:
-        raise ArgumentError(
-            f"{model}, without a layer that has a kernel to tune",
-            need="2:4 layers of 16-bit values",
-            hint="--dtype bfloat16, if it is loaded in that; `hopsparse inspect` lists its layers",
-        )
-    return [(name, *key) for key, name in found.items()]
-
-
 def _tuned(
     problems: Sequence[Problem], budget_s: float | None
 ) -> Iterator[tuple[Problem, Ranking]]:
     """Tune one problem after the other, until the time is spent."""
-    from ..ops.spmm_nm.cost import Problem as Sizes
-    from ..ops.spmm_nm.tuning import tune_problem
     from .progress import progress_shown
 
     end = math.inf if budget_s is None else time.monotonic() + budget_s
@@ -201,15 +128,20 @@ def _tuned(
             left = (end - time.monotonic()) / (len(problems) - number)
             if number and left <= 0:
                 return
-            sizes = Sizes(each.tokens, each.out, each.k)
             label = f"{each.out}x{each.k} {each.dtype}, {each.tokens} tokens"
-            ranking = tune_problem(
-                sizes,
-                each.dtype,
-                budget_s=_SECONDS_A_PROBLEM if budget_s is None else max(0.0, left),
-                show=_shown(show, label),
-            )
-            yield each, ranking
+            budget = _SECONDS_A_PROBLEM if budget_s is None else max(0.0, left)
+            yield each, _ranking(each, budget, _shown(show, label))
+
+
+def _ranking(problem: Problem, budget_s: float, show: Show) -> Ranking:
+    from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.scaled_tuning import tune_scaled
+    from ..ops.spmm_nm.tuning import tune_problem
+
+    sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if numbers is not None:
+        return tune_scaled(sizes, numbers, budget_s=budget_s, show=show)
+    return tune_problem(sizes, problem.dtype, budget_s=budget_s, show=show)
 
 
 def _shown(show: Any, label: str) -> Show:
@@ -227,18 +159,15 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
     `ratio_to_dense` and `ratio_to_model` are how many times faster a tile is than the dense product
     and than the first choice of the cost model. `runs` is what layers run: a tile, or "dense".
     """
-    from ..ops.spmm_nm.cost import Problem as Sizes
     from ..ops.spmm_nm.dense import beats
     from ..ops.spmm_nm.plan import DENSE
-    from ..ops.spmm_nm.tuning import named_candidates
+    from ..ops.spmm_nm.scaled_plan import sums_of
     from ..tune import Measured, token_class
 
-    sizes = Sizes(problem.tokens, problem.out, problem.k)
-    names = named_candidates(sizes, problem.dtype, sm_count)
-    nothing = Measured.wrong("")
-    known = {name: ranking.measured.get(name, nothing) for name in names}
+    names, nothing = _names(problem, sm_count), Measured.wrong("")
+    known = {name: ranking.measured.get(name, nothing) for name in (*names, DENSE)}
     first, dense = known[next(iter(names))].us, known[DENSE].us
-    tiles = [name for name, config in names.items() if config is not None]
+    tiles = [name for name in names if name != DENSE]
     ordered = sorted(tiles, key=lambda name: known[name].us)
     rows: list[Row] = [
         {
@@ -264,6 +193,7 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
         "out": problem.out,
         "k": problem.k,
         "dtype": problem.dtype,
+        "sums": None if (numbers := numbers_of(problem)) is None else sums_of(numbers),
         "tokens": token_class(problem.tokens).name,
         "measured_tokens": problem.tokens,
         "dense_us": dense,
@@ -271,6 +201,18 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
         "regret": _per(first, fastest) if runs else None,
         "tiles": rows,
     }
+
+
+def _names(problem: Problem, sm_count: int) -> list[str]:
+    """What is timed for a problem, the model's choice first; dense only where layers may run it."""
+    from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.scaled_tuning import named_scaled_candidates
+    from ..ops.spmm_nm.tuning import named_candidates
+
+    sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if numbers is not None:
+        return list(named_scaled_candidates(sizes, numbers, sm_count))
+    return list(named_candidates(sizes, problem.dtype, sm_count))
 
 
 def _per(what: float, us: float) -> float:
@@ -290,7 +232,7 @@ def _print(found: Sequence[Row]) -> None:
     for each in found:
         label = (
             f"{each['layer']} {each['out']}x{each['k']}".strip(),
-            each["dtype"],
+            f"{each['dtype']} {each['sums'] or ''}".strip(),
             each["tokens"],
         )
         shown = [

@@ -237,10 +237,14 @@ def cold_weights(
     shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
     """Random 2:4 weights, as many as it takes to defeat the L2 cache of the generator's GPU."""
-    stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
-    l2_bytes = torch.cuda.get_device_properties(generator.device).L2_cache_size
-    count = copies_to_defeat_l2(stored, l2_bytes, most=64)
+    count = cold_count(shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8, generator.device)
     return [random_24(shape, dtype, generator) for _ in range(count)]
+
+
+def cold_count(stored_bytes: int, device: torch.device) -> int:
+    """How many copies of so many bytes defeat the L2 cache of a GPU; 64 at most."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return copies_to_defeat_l2(stored_bytes, l2_bytes, most=64)
 
 
 def random_24(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +19,7 @@ ALL = "llm"
 _ANCHORS = "anchors"
 _LIMIT = 2**31
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_CODES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Problem:
     tokens: int
     dtype: str = "bfloat16"
 
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = _DTYPES
+
     def __post_init__(self) -> None:
         sides = (self.out, self.k, self.tokens)
         if min(sides) < 1 or max(sides) >= _LIMIT:
@@ -56,20 +60,41 @@ class Problem:
                 need="whole groups of 4, for 2:4",
                 hint=f"k = {self.k + -self.k % 4}",
             )
-        if self.dtype not in _DTYPES:
+        if self.dtype not in self.DTYPES:
+            known = list(self.DTYPES)
             raise ArgumentError(
-                f"dtype {self.dtype!r}", need="one of " + ", ".join(_DTYPES), hint="bfloat16"
+                f"dtype {self.dtype!r}", need="one of " + ", ".join(known), hint=known[0]
             )
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
-        return _DTYPES[self.dtype]
+        return self.DTYPES[self.dtype]
 
     @property
     def flops(self) -> int:
         """Operations of the dense product, whatever the sparsity."""
         return 2 * self.tokens * self.out * self.k
+
+
+@dataclass(frozen=True)
+class CodesProblem(Problem):
+    """One product of 8-bit codes; its result has 16 bits.
+
+    Attributes:
+        sums: Of 8-bit floats: `promoted` or `fast`.
+        grouped: w has a scale for each 128 columns.
+
+    Example:
+        >>> CodesProblem("square", 64, 64, 2, "int8").torch_dtype
+        torch.int8
+    """
+
+    dtype: str = "float8_e4m3fn"
+    sums: str = "promoted"
+    grouped: bool = False
+
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = _CODES
 
 
 def suite_names() -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
 from ..ops._product import is_hopper
+from ..ops.spmm_nm.scaled import plan_scaled
+from ..ops.spmm_nm.scaled_ahead import prepare_scaled
 from ..quant import fake_inputs, round_inputs
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -53,15 +55,47 @@ def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
     """
     static = w.tensors.get("input_scale")
     codes, scales = quantize_rows(x, _CODES[w.scheme.activations], scale=static)
-    scaling = Scaling(w=w.tensors["scales"], x=scales)
-    return spmm_nm_scaled(cast(NM, w.codes()), codes, scaling, bias=bias, out_dtype=x.dtype)
+    weight, scaling = cast(NM, w.codes()), _scaling(w, scales)
+    return spmm_nm_scaled(weight, codes, scaling, bias=bias, out_dtype=x.dtype)
 
 
 def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     """What `product_of_codes` runs; None where a layer does not come to it."""
     if not takes_codes(w, x, bias):
         return None
-    return Plan("linear", "kernel", "quantize_rows, then wgmma.sp on the codes")
+    # As many codes as x has entries, of which one is there: a plan reads none.
+    codes = x.new_empty((), dtype=_CODES[w.scheme.activations]).expand(x.shape)
+    told = plan_scaled(cast(NM, w.codes()), codes, _scaling(w), out_dtype=x.dtype)
+    return Plan("linear", told.name, f"quantize_rows, then {told.why}")
+
+
+def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
+    """Compile and load what calls without a gradient run up to so many tokens; False if not codes.
+
+    Args:
+        w: As for `product_of_codes`.
+        max_tokens: Most rows of x, all leading dimensions multiplied.
+        bias: [out] or None.
+
+    Raises:
+        ArgumentError: No tokens.
+        CompileError: A kernel does not compile.
+        UnsupportedError: A CUDA graph is being captured.
+    """
+    codes, k = cast(NM, w.codes()), w.shape[1]
+    row = torch.zeros(1, k + 1, dtype=w.dtype, device=codes.values.device)
+    with torch.no_grad():
+        if not takes_codes(w, row[:, :k], bias):
+            return False
+        prepare_scaled(codes, max_tokens, _scaling(w), out_dtype=w.dtype)
+        # Rows that start on 16 bytes have another kernel than rows that do not.
+        for each in (row[:, :k], row[:, 1:]):
+            quantize_rows(each, _CODES[w.scheme.activations], scale=w.tensors.get("input_scale"))
+    return True
+
+
+def _scaling(w: Quantized, x: Tensor | None = None) -> Scaling:
+    return Scaling(w=w.tensors["scales"], x=x)
 
 
 def rounded(x: Tensor, form: Quantized, scale: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
-from ._codes import codes_plan, product_of_codes, rounded, takes_codes
+from ._codes import codes_plan, prepare_codes, product_of_codes, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import allocated, broken_parts, realigned, stored
 
@@ -222,7 +222,9 @@ class SparseLinear(nn.Module):
             UnsupportedError: A CUDA graph is being captured.
         """
         matrix = self.matrix
-        decodes = True
+        decodes = not (
+            isinstance(matrix, Quantized) and prepare_codes(matrix, max_tokens, self.bias)
+        )
         if isinstance(matrix, NM) and prepare_nm(matrix, max_tokens):
             decodes = counts_of(matrix).reach(max_tokens)
         if decodes and self._may_keep(matrix) and self._kept_weight() is None:

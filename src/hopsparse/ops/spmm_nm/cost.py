@@ -1,10 +1,12 @@
 """How long spmm_nm takes, predicted: what orders the candidates before anything is measured.
 
-A block advances through k in units of 64 columns. A unit takes as long as the slowest of three: the
-tensor cores with the shared memory that they read, the bytes that arrive from L2, and the time that
-passing a stage takes at all. Beside that, weight and result cross the memory bus once. Where two
-are close the sum is longer than either: a p-norm. The constants were fitted to
-benchmarks/results/h200/spmm_nm_candidates.jsonl; docs/ops/spmm_nm.md says how far off they are.
+A block advances through k in units of 128 bytes of a token: 64 columns of 16 bits, 128 of 8. A unit
+takes as long as the slowest of three: the tensor cores with the shared memory that they read, the
+bytes that arrive from L2, and the time that passing a stage takes at all. Where sums leave the
+tensor cores at every stage there is a fourth: what one warpgroup multiplies and then adds, while
+the others multiply. Beside that, weight and result cross the memory bus once. Where two are close
+the sum is longer than either: a p-norm. `FITTED` has the constants, by bits of an entry;
+docs/ops/spmm_nm.md says how far off those of 16 bits are.
 """
 
 from __future__ import annotations
@@ -15,21 +17,50 @@ from math import ceil
 
 from .kernel import Config
 
-_CLOCKS_US = 1650.0  # SM clocks of a microsecond
-_TENSOR_SHARE = 0.749  # of the rate at which an instruction is bound by its operands alone
-_L2_BYTES = 74.0  # that one SM gets in a clock
-_LEAST_CLOCKS = 145.0  # of a unit
-_UNIT_NORM = 4.8
-_TILE_CLOCKS, _PIECE_CLOCKS = 537.0, 37.6  # of storing a tile, and 64 x 16 of it
-_PARTS_CLOCKS, _PART_PIECE_CLOCKS = (
-    703.0,
-    294.0,
-)  # of adding parts, and 64 x 16 of one
 _LEAST_STAGES = 4
-_MEMORY_BYTES_US = 3.91e6
-_FIXED_US, _CLUSTER_US = 2.05, 0.29  # of a launch, and more of one in clusters
-_TOTAL_NORM = 4.6
 _ATOM = 8  # rows of the 128-byte swizzle
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted to measured times; the defaults are of 16 bits.
+
+    Attributes:
+        clocks_us: SM clocks of a microsecond.
+        tensor_share: Of the rate at which an instruction is bound by its operands alone.
+        l2_bytes: That one SM gets in a clock.
+        least_clocks: Of a unit.
+        unit_norm: Exponent of a unit's norm.
+        tile_clocks: Of storing a tile, whatever its size.
+        piece_clocks: Of 64 x 16 of it.
+        parts_clocks: Of adding parts of k.
+        part_piece_clocks: Of 64 x 16 of one part.
+        promote_clocks: Of waiting for the products of one stage, where sums are promoted.
+        memory_bytes_us: Bytes of memory that all SMs get in a microsecond.
+        fixed_us: Of a launch.
+        cluster_us: More, of one in clusters.
+        total_norm: Exponent of the norm of the whole.
+    """
+
+    clocks_us: float = 1650.0
+    tensor_share: float = 0.749
+    l2_bytes: float = 74.0
+    least_clocks: float = 145.0
+    unit_norm: float = 4.8
+    tile_clocks: float = 537.0
+    piece_clocks: float = 37.6
+    parts_clocks: float = 703.0
+    part_piece_clocks: float = 294.0
+    promote_clocks: float = 0.0
+    memory_bytes_us: float = 3.91e6
+    fixed_us: float = 2.05
+    cluster_us: float = 0.29
+    total_norm: float = 4.6
+
+
+#: By bits of an entry. 16: to benchmarks/results/h200/spmm_nm_candidates.jsonl. 8: not fitted yet;
+#: those of 16 bits, and a guess of how long a warpgroup waits for its products.
+FITTED = {16: Constants(), 8: Constants(promote_clocks=100.0)}
 
 
 @dataclass(frozen=True)
@@ -87,29 +118,52 @@ def tiles(config: Config, problem: Problem) -> int:
     return out * tokens * config.cluster_tokens
 
 
-def unit_clocks(config: Config, tokens: int) -> float:
+def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float:
     """Clocks of one unit of k in one tile; of a problem of so many tokens."""
+    fitted = FITTED[config.bits]
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
-    tensor = 2 * panels * (config.tokens / 2 + 16) / _TENSOR_SHARE
+    tensor = 2 * panels * (config.tokens / 2 + 16) / fitted.tensor_share
     values = panels * 2 * 2048 / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
-    return _norm(_UNIT_NORM, tensor, (values + rows) / _L2_BYTES, _LEAST_CLOCKS)
+    terms = [tensor, (values + rows) / fitted.l2_bytes, fitted.least_clocks]
+    if promoted:  # An addition for each sum of a thread, once a stage.
+        left = config.panels * config.tokens / 2 + fitted.promote_clocks
+        terms.append(tensor / config.warpgroups + left / config.units)
+    return _norm(fitted.unit_norm, *terms)
 
 
-def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
-    """Device time of one product."""
+def predicted_us(
+    config: Config,
+    problem: Problem,
+    sm_count: int,
+    *,
+    promoted: bool = False,
+    result_bytes: float = 2.0,
+) -> float:
+    """Device time of one product.
+
+    Args:
+        config: The tile.
+        problem: Sizes.
+        sm_count: SMs of the GPU.
+        promoted: Whether sums leave the tensor cores at every stage.
+        result_bytes: Of a token's result, for each row of w.
+    """
+    fitted = FITTED[config.bits]
     waves = ceil(tiles(config, problem) * config.cluster_k / blocks_at_once(config, sm_count))
     units = stages_of_k(config, problem) * config.units
     pieces = config.out // 64 * config.tokens / 16
-    tile = _TILE_CLOCKS + _PIECE_CLOCKS * pieces
+    tile = fitted.tile_clocks + fitted.piece_clocks * pieces
     if config.cluster_k > 1:
-        tile += _PARTS_CLOCKS + _PART_PIECE_CLOCKS * pieces * (config.cluster_k - 1)
-    clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
-    stored = config.bits / 16 + 1 / 8  # bytes of w an entry
-    moved = problem.out * (problem.k * stored + problem.tokens * 2)
-    fixed = _FIXED_US + (_CLUSTER_US if config.cluster > 1 else 0)
-    return fixed + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
+        tile += fitted.parts_clocks + fitted.part_piece_clocks * pieces * (config.cluster_k - 1)
+    clocks = waves * (units * unit_clocks(config, problem.tokens, promoted=promoted) + tile)
+    stored = config.bits / 16 + 1 / 8  # bytes of w an entry: half the values, 2 bits for each
+    moved = problem.out * (problem.k * stored + problem.tokens * result_bytes)
+    fixed = fitted.fixed_us + (fitted.cluster_us if config.cluster > 1 else 0)
+    return fixed + _norm(
+        fitted.total_norm, clocks / fitted.clocks_us, moved / fitted.memory_bytes_us
+    )
 
 
 def _norm(p: float, *terms: float) -> float:

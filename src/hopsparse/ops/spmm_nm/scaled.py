@@ -12,6 +12,7 @@ from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from .._product import Plan, is_hopper
+from .cost import Problem
 from .kernel import ACTIVATIONS, SWIGLU, Config
 from .scaled_dispatch import GROUP, Call, Pair, scaled
 
@@ -120,13 +121,26 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(pairs, 1).flatten(0, 2)
 
 
-def plan_scaled(w: NM, x: Tensor) -> Plan:
-    """What `spmm_nm_scaled(w, x)` will run."""
+def plan_scaled(
+    w: NM,
+    x: Tensor,
+    scaling: Scaling = Scaling(),
+    *,
+    act: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Plan:
+    """What `spmm_nm_scaled(w, x, scaling, ...)` will run."""
     if x.device.type == "cpu":
         return Plan("spmm_nm_scaled", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
-    return Plan("spmm_nm_scaled", "kernel", "wgmma.sp")
+    from .scaled_device import describe, groups_of_scale, numbers_of
+
+    call = Call(scaling.sums, act or "none", scaling.out, out_dtype)
+    numbers = numbers_of(w.dtype, x.dtype, call, groups_of_scale(scaling.w, w.shape[0]))
+    problem = Problem(max(1, x.numel() // max(1, x.shape[-1])), *w.shape)
+    told = describe(problem, numbers, call.activation, x.get_device())
+    return Plan("spmm_nm_scaled", "kernel", told)
 
 
 def why_no_kernel(w: NM, x: Tensor) -> str | None:

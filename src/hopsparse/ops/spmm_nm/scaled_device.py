@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
@@ -10,11 +9,12 @@ from torch import Tensor
 
 from ...formats.nm import NM
 from ...launch import KnownLaunches, current_stream, device_facts
-from .cost import Problem, predicted_us, suits
+from ...tune import machine_of
+from .cost import Problem
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
 from .kernel import Config, Numbers, fold_of
-from .plan import eight_bit
 from .scaled_dispatch import Call, Pair
+from .scaled_plan import choose_scaled, sums_of, tuned_scaled
 
 _BOUND = KnownLaunches()
 
@@ -38,7 +38,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()  # read 16 bytes at a time
     one, stream = _one(device), current_stream(device)
-    groups = 0 if w_scale is None or w_scale.numel() == 1 else w_scale.numel() // out
+    groups = groups_of_scale(w_scale, out)
     x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
     key = (
         (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
@@ -47,7 +47,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     )
     bound = _BOUND.get(key)
     if bound is None:
-        numbers = _numbers(w.dtype, x.dtype, call, groups)
+        numbers = numbers_of(w.dtype, x.dtype, call, groups)
         problem, has_residual = Problem(tokens, out, k), residual is not None
         launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
         layout = Scales(
@@ -73,33 +73,49 @@ def _launch(
 ) -> Launch:
     check_sides(problem)
     config = config or choose_scaled(
-        problem, numbers, device_facts(device).sm_count, activation=activation
+        problem,
+        numbers,
+        device_facts(device).sm_count,
+        activation=activation,
+        machine=machine_of(device),
     )
     return planned(problem, numbers, activation, has_residual, device, config)
 
 
-def choose_scaled(
-    problem: Problem, numbers: Numbers, sm_count: int, *, activation: str = "none"
-) -> Config:
-    """The tile that is predicted to be fastest; one for 16 token counts.
-
-    Args:
-        problem: Sizes, all positive.
-        numbers: Dtypes, and how sums are taken.
-        sm_count: SMs of the GPU.
-        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
-    """
-    rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
-    suited = [
-        config for config in eight_bit(numbers, activation) if suits(config, rounded, sm_count)
-    ]
-    return min(suited, key=lambda config: predicted_us(config, rounded, sm_count))
+def load(
+    problem: Problem, numbers: Numbers, activation: str, has_residual: bool, device: int
+) -> None:
+    """Compile and load what a problem runs, where that was not done before."""
+    _launch(problem, numbers, activation, has_residual, device, None)
 
 
-def _numbers(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
+def forget_scaled_launches() -> None:
+    """Plan every launch anew; kernels stay loaded."""
+    _launch.cache_clear()
+    _BOUND.clear()
+
+
+def describe(problem: Problem, numbers: Numbers, activation: str, device: int) -> str:
+    """What runs for a problem, as a clause."""
+    machine = machine_of(device)
+    config = choose_scaled(
+        problem, numbers, machine.sm_count, activation=activation, machine=machine
+    )
+    is_tuned = tuned_scaled(problem, numbers, machine, activation=activation) is not None
+    how = "tuned" if is_tuned else "predicted"
+    return f"wgmma.sp, tile {config.name}, {how}; {sums_of(numbers)} sums"
+
+
+def numbers_of(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
+    """What a call computes with; of so many scales a row of w, 0 if all rows share one."""
     of_w, of_x, of_y = (str(each).removeprefix("torch.") for each in (w, x, call.out_dtype))
     promoted = w is not torch.int8 and call.sums == "promoted"
     return Numbers(of_w, of_x, of_y, promoted, grouped=groups > 1)
+
+
+def groups_of_scale(scale: Tensor | None, out: int) -> int:
+    """Scales of a row of w; 0 where all rows share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.numel() // out
 
 
 @cache

@@ -1,0 +1,159 @@
+"""What `hopsparse tune` tunes: layers of a model, of a suite or by shape, and token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from .problems import shape_of, tokens_of
+
+if TYPE_CHECKING:
+    from ..measure.suite import Problem
+    from ..models._entries import ModuleEntry
+    from ..ops.spmm_nm.kernel import Numbers
+    from .tune import Tune
+
+_KERNEL_DTYPES = ("bfloat16", "float16")
+_CODES = ("int8", "float8_e4m3fn")
+_CODES_OF = {"int8": "int8", "fp8": "float8_e4m3fn"}
+_PATTERNS = ("2:4", "1:4")
+#: Without token counts all classes up to it are tuned.
+MOST_TOKENS = 4096
+
+
+def distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """Each shape, dtype and class of token counts once, at the count that stands for the class."""
+    from ..tune import token_class
+
+    standing = {
+        (each.out, each.k, each.dtype, token_class(each.tokens)): each
+        for each in reversed([*problems])
+    }
+    return [replace(each, tokens=key[3].measured) for key, each in reversed(standing.items())]
+
+
+def problems_of(options: Tune) -> Sequence[Problem]:
+    """What to tune.
+
+    Raises:
+        ArgumentError: Not one source of layers, or a text that is no such thing.
+        CheckpointError: The model cannot be read.
+    """
+    from ..measure.suite import read_suite
+    from ..tune import token_classes
+
+    _check_sums(options)
+    sources = {"MODEL": options.model, "--shape": options.shape, "--suite": options.suite}
+    given = [name for name, value in sources.items() if value]
+    if len(given) != 1:
+        raise ArgumentError(
+            " and ".join(given) if given else "no layers",
+            need="one of MODEL, --shape and --suite",
+            hint="hopsparse tune --shape 4096x4096",
+        )
+    tokens = None if options.tokens is None else tokens_of(options.tokens)
+    if options.suite is not None:
+        return [
+            _problem(options, each.layer, each.out, each.k, count, options.dtype or each.dtype)
+            for each in read_suite(options.suite)
+            for count in ([each.tokens] if tokens is None else tokens)
+        ]
+    if options.model is not None:
+        layers = layers_of(options.model, options.dtype)
+    else:
+        dtype = options.dtype or _KERNEL_DTYPES[0]
+        layers = [("", *shape_of(text), dtype) for text in options.shape or ()]
+    counts = tokens or [each.measured for each in token_classes(MOST_TOKENS)]
+    return [
+        _problem(options, name, out, k, count, dtype)
+        for name, out, k, dtype in layers
+        for count in counts
+    ]
+
+
+def numbers_of(problem: Problem) -> Numbers | None:
+    """What a problem of codes computes with; None for 16 bits."""
+    from ..measure.suite import CodesProblem
+    from ..ops.spmm_nm.scaled_plan import numbers_for
+
+    if not isinstance(problem, CodesProblem):
+        return None
+    return numbers_for(problem.dtype, problem.sums, grouped=problem.grouped)
+
+
+def _problem(options: Tune, layer: str, out: int, k: int, tokens: int, dtype: str) -> Problem:
+    from ..measure.suite import CodesProblem, Problem
+
+    if dtype not in _CODES:
+        return Problem(layer, out, k, tokens, dtype)
+    grouped = options.grouped and dtype != "int8"  # Of a model, which may have both.
+    return CodesProblem(layer, out, k, tokens, dtype, options.sums, grouped)
+
+
+def _check_sums(options: Tune) -> None:
+    """Refuse sums that do not exist, and groups of what has none.
+
+    Raises:
+        ArgumentError: It says what.
+    """
+    from ..ops.spmm_nm.scaled_plan import numbers_for
+
+    if options.dtype in _CODES or options.model is not None:
+        codes = options.dtype if options.dtype in _CODES else "float8_e4m3fn"
+        numbers_for(codes, options.sums, grouped=options.grouped)
+    elif options.sums != "promoted" or options.grouped:
+        words = f"--sums {options.sums}{' --grouped' * options.grouped}"
+        raise ArgumentError(
+            f"{words} of {options.dtype or 'bfloat16'}",
+            need="8-bit floats, whose sums are taken in two ways",
+            hint="--dtype float8_e4m3fn",
+        )
+
+
+def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]:
+    """Name, out, k and dtype of the first layer of each shape that a kernel runs.
+
+    Args:
+        model: A checkpoint that hopsparse wrote.
+        dtype: What it will be loaded in; None is as it is stored. Layers of 8-bit codes have the
+            dtype of their codes, whatever it is loaded in; `int8` or `float8_e4m3fn`: those alone.
+
+    Raises:
+        ArgumentError: It has none.
+        CheckpointError: It cannot be read.
+    """
+    from ..models.checkpoint import CheckpointReader
+
+    with CheckpointReader(model) as reader:
+        modules = {} if reader.sparse is None else reader.sparse.modules
+    found: dict[tuple[int, int, str], str] = {}
+    for name, entry in modules.items():
+        kind = _kind_of(entry, dtype)
+        if kind is not None:
+            found.setdefault((*entry.shape, kind), name)
+    if not found:
+        raise ArgumentError(
+            f"{model}, without a layer that has a kernel to tune",
+            need="2:4 layers of 16-bit values, or of 8-bit codes with a scale a row",
+            hint="--dtype bfloat16, if it is loaded in that; `hopsparse inspect` lists its layers",
+        )
+    return [(name, *key) for key, name in found.items()]
+
+
+def _kind_of(entry: ModuleEntry, dtype: str | None) -> str | None:
+    """What the kernel multiplies for a stored layer; None where it does not run, or not that."""
+    from ..formats.scheme import parse_scheme
+
+    if entry.stored_as != "nm" or entry.attributes.get("pattern") not in _PATTERNS:
+        return None
+    if not entry.scheme:
+        kind = dtype or entry.dtype
+        return kind if kind in _KERNEL_DTYPES else None
+    scheme = parse_scheme(entry.scheme)
+    if scheme.weights != scheme.activations or scheme.group:
+        return None
+    codes = _CODES_OF.get(scheme.weights)
+    return codes if dtype not in _CODES or dtype == codes else None

@@ -1,0 +1,84 @@
+"""Kernels of codes that are there before the first call, as ahead.py has them for 16 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from ...compiler import KernelCache
+from ...errors import ArgumentError
+from ...formats.nm import NM
+from ...plan import KernelSpec
+from ...tune import machine_of
+from .cost import Problem
+from .kernel import ACTIVATIONS, SWIGLU, Config, fold_of, spec_of_numbers, stores_directly
+from .scaled import Scaling, why_no_kernel
+from .scaled_dispatch import Call
+from .scaled_plan import choices_scaled
+
+
+def prepare_scaled(
+    w: NM,
+    max_tokens: int,
+    scaling: Scaling | None = None,
+    *,
+    x_dtype: torch.dtype | None = None,
+    act: str | None = None,
+    residual: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Config, ...]:
+    """Compile and load every kernel that `spmm_nm_scaled(w, x, ...)` may run.
+
+    That is one for each tile that some token count up to `max_tokens` chooses, tuned or not. Call
+    it outside a CUDA graph capture.
+
+    Args:
+        w: The weight, where it will be used. Where no kernel runs it there is nothing to do.
+        max_tokens: Most rows of x, all leading dimensions multiplied.
+        scaling: Its `sums`, and the shape of its `w`, count; None as for `spmm_nm_scaled`.
+        x_dtype: Of the codes of x; None is that of w.
+        act: As for `spmm_nm_scaled`.
+        residual: Whether there will be one.
+        out_dtype: As for `spmm_nm_scaled`.
+
+    Returns:
+        The tiles, by the least token count that chooses each.
+
+    Raises:
+        ArgumentError: No tokens, or no such activation.
+        CompileError: A kernel does not compile.
+        UnsupportedError: A CUDA graph is being captured.
+
+    Example:
+        >>> prepare_scaled(NM.from_dense(torch.zeros(16, 64, dtype=torch.int8)), 4096)
+        ()
+    """
+    activation, scaling = act or "none", scaling or Scaling()
+    if max_tokens < 1 or activation not in (*ACTIVATIONS, SWIGLU):
+        raise ArgumentError(
+            f"max_tokens={max_tokens}, act={act!r}",
+            need="at least one token, and an activation of spmm_nm_scaled",
+            hint="max_tokens=4096",
+        )
+    if why_no_kernel(w, w.values) is not None:
+        return ()
+    from .scaled_device import groups_of_scale, load, numbers_of
+
+    out, device = w.shape[0], w.values.get_device()
+    call = Call(scaling.sums, activation, scaling.out, out_dtype)
+    numbers = numbers_of(w.dtype, x_dtype or w.dtype, call, groups_of_scale(scaling.w, out))
+    machine, problem = machine_of(device), Problem(max_tokens, *w.shape)
+    found = choices_scaled(
+        problem, numbers, machine.sm_count, activation=activation, machine=machine
+    )
+    direct = stores_directly(out // fold_of(activation), numbers.out)
+    _compile([spec_of_numbers(each, numbers, activation, residual, direct) for each in found])
+    for tokens in found.values():
+        load(Problem(tokens, *w.shape), numbers, activation, residual, device)
+    return tuple(found)
+
+
+def _compile(specs: list[KernelSpec]) -> None:
+    """Compile side by side what is then loaded one after the other."""
+    for built in KernelCache.default().compile_all(specs):
+        if built.error is not None:
+            raise built.error
