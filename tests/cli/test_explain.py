@@ -15,7 +15,10 @@ from rich.console import Console
 from hopsparse.cli.explain import _print, facts
 from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
 from hopsparse.ops.spmm_nm.explain import explain, target_of
+from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, DENSE, candidates, key_of, versions
+from hopsparse.ops.spmm_nm.scaled_explain import explain_scaled
+from hopsparse.ops.spmm_nm.scaled_plan import candidates_scaled, scaled_key, scaled_versions
 from hopsparse.plan import TARGETS, parse_target
 from hopsparse.tune import Machine, Measured, Store
 from tests.cli.conftest import Run
@@ -41,9 +44,12 @@ def test_tiles_waves_and_use_are_those_of_the_grid(
         out = ceil(6144 / config.out / config.cluster_out) * config.cluster_out
         along = ceil(tokens / config.tokens / config.cluster_tokens) * config.cluster_tokens
         assert tile["tiles"] == out * along
-        assert tile["at_once"] == blocks_at_once(config, 132)
+        # Blocks that share a tile, each a part of k, are one of those that run at once.
+        assert tile["at_once"] == blocks_at_once(config, 132) // config.cluster_k
         assert tile["waves"] == ceil(tile["tiles"] / tile["at_once"])
-        assert tile["sm_use"] == pytest.approx(tile["tiles"] / (tile["waves"] * 132))
+        blocks = tile["tiles"] * config.cluster_k
+        assert tile["sm_use"] == pytest.approx(blocks / (tile["waves"] * 132))
+        assert tile["cluster"] == [config.cluster_out, config.cluster_tokens, config.cluster_k]
         assert 0 < tile["sm_use"] <= 1
         # A stage: tokens of 128 bytes a unit, panels of 4 KiB of values and 512 bytes of indices.
         panels = config.out // 64
@@ -126,6 +132,60 @@ def test_dense_is_told_where_it_was_measured_to_win(run_json: Callable[..., Any]
     assert "tuning measured it to be faster" in told["dense_runs_when"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words", "sums"),
+    [
+        ("int8", (), "exact"),
+        ("float8_e4m3fn", (), "promoted"),
+        ("float8_e4m3fn", ("--sums", "fast"), "fast"),
+        ("float8_e4m3fn", ("--grouped",), "grouped"),
+    ],
+)
+def test_codes_have_their_own_tiles_floors_and_reasons(
+    dtype: str, words: tuple[str, ...], sums: str, run_json: Callable[..., Any]
+) -> None:
+    asked = ("explain", "--shape", "4096x4096", "--tokens", 4096, "--dtype", dtype, *words)
+    told = run_json(*asked)["planned"]
+    assert (told["dtype"], told["sums"], told["runs"]) == (dtype, sums, "kernel")
+    numbers = Numbers(dtype, dtype, "bfloat16", sums == "promoted", sums == "grouped")
+    problem = Problem(4096, 4096, 4096)
+    ordered = candidates_scaled(problem, numbers, 132)
+    assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == [
+        each.name for each in ordered[:4]
+    ]
+    leaves = sums in ("promoted", "grouped")
+    assert told["tile"]["predicted_us"] == predicted_us(ordered[0], problem, 132, promoted=leaves)
+    # Half of the codes, 2 bits of index for each, a scale a row or group (those in 16 bits); codes
+    # of x with a scale each; 16-bit results.
+    weight = 4096 * 4096 // 2 * 10 // 8 + (4096 * 32 * 2 if sums == "grouped" else 4096 * 4)
+    floor = told["floor"]
+    assert floor["bytes"] == weight + 4096 * 4096 + 4096 * 4 + 4096 * 4096 * 2
+    peak = H200.sparse_peak[dtype].sustained
+    assert floor["operations_us"] == pytest.approx(1e6 * 2 * 4096**3 / peak)
+    assert "a gradient is to be kept" in told["dense_runs_when"]
+    assert any("8 bits has the constants of 16" in each for each in told["notes"])
+
+
+def test_a_winner_of_codes_is_told_for_its_sums_alone(run_json: Callable[..., Any]) -> None:
+    numbers, problem = Numbers("float8_e4m3fn", "float8_e4m3fn", "bfloat16"), Problem(256, 512, 512)
+    *_, last = candidates_scaled(problem, numbers, 132)
+    name = next(key for key, config in scaled_versions(numbers).items() if config == last)
+    Store.default().put(scaled_key(problem, numbers, HERE), {name: Measured(7.0, 6.9, 7.1)})
+    words = ("explain", "--shape", "512x512", "--tokens", 200, "--dtype", "float8_e4m3fn")
+    (told,) = run_json(*words, "--sums", "fast")["planned"]["tuning"]
+    assert (told["tile"], told["us"], told["dense_us"]) == (last.name, 7.0, None)
+    assert told["problems"] == "512x512 float8_e4m3fn fast, tokens 129-256"
+    assert run_json(*words)["planned"]["tuning"] == []
+    here = explain_scaled(problem, numbers, H200, machine=HERE)
+    assert (here.is_tuned, here.chosen.config) == (True, last)
+
+
+def test_one_wave_is_no_waves(run: Run) -> None:
+    said = run("explain", "--shape", "64x64", "--tokens", "16").stdout
+    assert "1 tile, " in said
+    assert " 1 wave, " in said
+
+
 def test_a_slice_has_fewer_sms_and_is_noted(run: Run, run_json: Callable[..., Any]) -> None:
     words = ("explain", "--shape", "4096x4096", "--tokens", 16, "--target", "h200:1/7")
     told = run_json(*words)["planned"]
@@ -172,7 +232,14 @@ def test_the_text_says_what_runs_and_why(run: Run) -> None:
         (("--shape", "64x64", "--tokens", str(2**31)), "below 2^31"),
         (("--shape", f"{2**31}x64", "--tokens", "1"), "below 2^31"),
         (("--shape", "64x66", "--tokens", "1"), "k = 66"),
-        (("--shape", "64x64", "--tokens", "1", "--dtype", "int8"), "dtype 'int8'"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int4"), "dtype 'int4'"),
+        (("--shape", "64x64", "--tokens", "1", "--sums", "fast"), "--sums fast of bfloat16"),
+        (("--shape", "64x64", "--tokens", "1", "--grouped"), "--grouped of bfloat16"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int8", "--grouped"), "of int8"),
+        (
+            ("--shape", "64x64", "--tokens", "1", "--dtype", "float8_e4m3fn", "--sums", "exact"),
+            "sums 'exact'",
+        ),
         (("--shape", "64x64", "--tokens", "1", "--target", "h200:1/9"), "h200:1/9"),
         (("--shape", "64x64", "--tokens", "1", "--target", "b200"), "target 'b200'"),
         (("--shape", "64x64", "--tokens", "1", "--target", ""), "target ''"),

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from hopsparse.cli.console import _finite
+from hopsparse.cli.problems import numbers_of
 from hopsparse.cli.tune import Tune, _cells, _print, result
 from hopsparse.cli.tune_problems import distinct, layers_of, problems_of
 from hopsparse.errors import ArgumentError
-from hopsparse.measure.suite import Problem
+from hopsparse.measure.suite import CodesProblem, Problem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
+from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import DENSE
+from hopsparse.ops.spmm_nm.scaled_tuning import named_scaled_candidates
 from hopsparse.ops.spmm_nm.tuning import named_candidates
 from hopsparse.tune import Measured, Ranking, token_classes
-from tests.cli.conftest import Run
+from tests.cli.conftest import SMALL, Run
 
 
 def test_without_a_gpu_it_says_what_is_missing(
@@ -40,6 +43,11 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x66"), "k = 66"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
         (("--shape", "64x64", "--dtype", "float32"), "dtype 'float32'"),
+        (("--shape", "64x64", "--sums", "fast"), "--sums fast of bfloat16"),
+        (("--shape", "64x64", "--dtype", "float16", "--grouped"), "--grouped of float16"),
+        (("--shape", "64x64", "--dtype", "int8", "--grouped"), "scales by group of int8"),
+        (("--shape", "64x64", "--dtype", "float8_e4m3fn", "--sums", "exact"), "sums 'exact'"),
+        (("no-such-folder", "--sums", "exact"), "sums 'exact'"),
         (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
         (("--shape", "64x64", "--budget-s", "-1"), "--budget-s -1"),
         (("--shape", "64x64", "--budget-s", "nan"), "--budget-s nan"),
@@ -103,6 +111,47 @@ def test_a_model_in_float32_has_nothing_to_tune(sparse_model: Path) -> None:
 def test_a_dense_model_has_nothing_to_tune(dense_model: Path) -> None:
     with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values, or of 8-bit codes"):
         layers_of(dense_model, "bfloat16")
+
+
+def test_codes_have_their_sums_with_them() -> None:
+    options = Tune(shape=["64x32"], dtype="float8_e4m3fn", sums="fast", tokens="1")
+    assert problems_of(options) == [CodesProblem("", 64, 32, 1, "float8_e4m3fn", "fast")]
+    few = distinct(problems_of(Tune(suite="anchors", tokens="1,2", dtype="int8")))
+    assert [(each.tokens, each.dtype) for each in few] == [(16, "int8")] * 6
+
+
+def test_a_model_of_codes_has_what_its_layers_multiply(
+    dense_model: Path, text_file: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "codes"
+    texts = ("--calibration", text_file, "--eval", text_file)
+    plan = ("--quant", "int8", "--method", "magnitude")
+    assert run("sparsify", dense_model, "-o", out, *plan, *texts, *SMALL).exit_code == 0
+    layers = layers_of(out, None)
+    assert layers
+    assert {layer[3] for layer in layers} == {"int8"}
+    assert layers_of(out, "float16") == layers_of(out, "int8") == layers
+    with pytest.raises(ArgumentError, match="without a layer"):
+        layers_of(out, "float8_e4m3fn")
+    problems = problems_of(Tune(model=out, tokens="16", grouped=True))
+    assert {(type(each), each.dtype) for each in problems} == {(CodesProblem, "int8")}
+    assert numbers_of(problems[0]) == Numbers("int8", "int8", "bfloat16")
+
+
+def test_codes_are_ranked_without_a_dense_product(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = CodesProblem("o", 1000, 1000, 16, "float8_e4m3fn", "promoted")
+    numbers = numbers_of(problem)
+    assert numbers is not None
+    names = list(named_scaled_candidates(Sizes(16, 1000, 1000), numbers, 132))
+    times = {name: Measured(10.0 + place, 9, 12) for place, name in enumerate(reversed(names))}
+    told = result(problem, Ranking(times, tuple(names)), 132)
+    assert (told["dtype"], told["sums"]) == ("float8_e4m3fn", "promoted")
+    assert told["runs"] == told["tiles"][0]["tile"] == names[-1].split(" ")[0]
+    assert told["regret"] == pytest.approx((9.0 + len(names)) / 10)
+    assert _finite(told)["dense_us"] is None
+    assert _finite(told)["tiles"][0]["ratio_to_dense"] is None
+    _print([told])
+    assert "float8_e4m3fn promoted" in capsys.readouterr().out
 
 
 def ranking_of(problem: Problem) -> tuple[Ranking, list[str]]:

@@ -9,12 +9,15 @@ import typer
 
 from .console import bytes_text, print_json, stdout
 from .options import command
-from .problems import shape_of
+from .problems import check_sums, numbers_of, problem_of, shape_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..measure.suite import Problem
     from ..ops.spmm_nm.explain import Explanation, Tile
+    from ..plan import Target
+    from ..tune import Entry, Machine
 
 _TARGET = "h200"
 
@@ -25,7 +28,15 @@ class Explain:
 
     shape: Annotated[str, typer.Option(metavar="OUTxK", help="The layer.")]
     tokens: Annotated[int, typer.Option(help="Rows of x.")]
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16"
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16 or float16; int8 or float8_e4m3fn for codes.")
+    ] = "bfloat16"
+    sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (
+        "promoted"
+    )
+    grouped: Annotated[
+        bool, typer.Option("--grouped", help="8-bit floats with a scale for each 128 columns of w.")
+    ] = False
     target: Annotated[
         str | None,
         typer.Option(
@@ -39,21 +50,17 @@ class Explain:
 
 def run(options: Explain) -> None:
     """Say what a 2:4 layer runs, what its tile is predicted to take, and what stood to choose."""
-    from ..measure.suite import Problem as Checked
-    from ..ops.spmm_nm.cost import Problem
-    from ..ops.spmm_nm.explain import explain, target_of
+    from ..ops.spmm_nm.explain import target_of
     from ..plan import parse_target
 
-    out, k = shape_of(options.shape)
-    Checked("", out, k, options.tokens, options.dtype)
-    problem, gpu = (
-        Problem(options.tokens, out, k),
-        parse_target(_TARGET if options.target is None else options.target),
-    )
-    planned = explain(problem, options.dtype, gpu)
+    check_sums(options.dtype, options.sums, options.grouped)
+    shape, how = shape_of(options.shape), (options.sums, options.grouped)
+    problem = problem_of("", shape, options.tokens, options.dtype, *how)
+    gpu = parse_target(_TARGET if options.target is None else options.target)
+    planned = _explained(problem, gpu)
     here = None
     if options.target is None and (machine := _machine()) is not None:
-        here = explain(problem, options.dtype, target_of(machine), machine=machine)
+        here = _explained(problem, target_of(machine), machine)
     if options.json:
         print_json({"planned": facts(planned), "here": None if here is None else facts(here)})
         return
@@ -64,7 +71,18 @@ def run(options: Explain) -> None:
         _print(console, here)
 
 
-def _machine() -> Any:
+def _explained(problem: Problem, gpu: Target, machine: Machine | None = None) -> Explanation:
+    from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.explain import explain
+    from ..ops.spmm_nm.scaled_explain import explain_scaled
+
+    sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if numbers is not None:
+        return explain_scaled(sizes, numbers, gpu, machine=machine)
+    return explain(sizes, problem.dtype, gpu, machine=machine)
+
+
+def _machine() -> Machine | None:
     """The GPU that is here, if the kernel runs on it."""
     import torch
 
@@ -77,15 +95,13 @@ def _machine() -> Any:
 
 def facts(found: Explanation) -> dict[str, Any]:
     """An explanation as JSON values."""
-    from ..ops.spmm_nm.explain import RUNS_DENSE_WHEN, winner
-    from ..ops.spmm_nm.plan import DENSE
-
     sm_count = _sm_count(found)
     return {
         "out": found.problem.out,
         "k": found.problem.k,
         "tokens": found.problem.tokens,
         "dtype": found.dtype,
+        "sums": found.sums or None,
         "gpu": found.target.name if found.machine is None else found.machine.gpu,
         "sm_count": sm_count,
         "chosen_by": "tuning" if found.is_tuned else "cost model",
@@ -100,29 +116,26 @@ def facts(found: Explanation) -> dict[str, Any]:
             "operations_us": found.floors.operations_us,
         },
         "dense_us": found.dense_us,
-        "dense_runs_when": list(RUNS_DENSE_WHEN),
-        "tuning": [
-            {
-                "gpu": entry.key.machine.gpu,
-                "sm_count": entry.key.machine.sm_count,
-                "driver": entry.key.machine.driver,
-                "problems": entry.key.problem,
-                "tile": None if (best := winner(entry, found.dtype)) is None else best.name,
-                "us": None if best is None else _measured_us(found, entry),
-                "dense_us": None if entry.best([DENSE]) is None else entry.measured[DENSE].us,
-                "measured": len(entry.measured),
-            }
-            for entry in found.results
-        ],
+        "dense_runs_when": list(found.dense_when),
+        "tuning": [_result_facts(found, entry) for entry in found.results],
         "notes": list(found.notes),
     }
 
 
-def _measured_us(found: Explanation, entry: Any) -> float:
-    from ..ops.spmm_nm.plan import versions
+def _result_facts(found: Explanation, entry: Entry) -> dict[str, Any]:
+    from ..ops.spmm_nm.plan import DENSE
 
-    us: float = entry.measured[entry.best(versions(found.dtype))].us
-    return us
+    tile, us = found.winner(entry) or (None, None)
+    return {
+        "gpu": entry.key.machine.gpu,
+        "sm_count": entry.key.machine.sm_count,
+        "driver": entry.key.machine.driver,
+        "problems": entry.key.problem,
+        "tile": None if tile is None else tile.name,
+        "us": us,
+        "dense_us": None if entry.best([DENSE]) is None else entry.measured[DENSE].us,
+        "measured": len(entry.measured),
+    }
 
 
 def _tile_facts(tile: Tile, sm_count: int) -> dict[str, Any]:
@@ -132,7 +145,7 @@ def _tile_facts(tile: Tile, sm_count: int) -> dict[str, Any]:
         "out": config.out,
         "tokens": config.tokens,
         "stages": config.stages,
-        "cluster": [config.cluster_out, config.cluster_tokens],
+        "cluster": [config.cluster_out, config.cluster_tokens, config.cluster_k],
         "predicted_us": tile.predicted_us,
         "tiles": tile.tiles,
         "at_once": tile.at_once,
@@ -157,7 +170,8 @@ def _print(console: Console, found: Explanation) -> None:
 
 
 def _why(found: Explanation, told: dict[str, Any]) -> list[tuple[str, str]]:
-    layer = f"{told['out']}x{told['k']} {told['dtype']}, {told['tokens']} tokens"
+    sums = f", {found.sums} sums" if found.sums else ""
+    layer = f"{told['out']}x{told['k']} {told['dtype']}{sums}, {told['tokens']} tokens"
     where = "planned for" if found.machine is None else "here"
     gpu = told["gpu"] if "SMs" in told["gpu"] else f"{told['gpu']}, {told['sm_count']} SMs"
     by = "measured to be fastest" if found.is_tuned else "fastest by the cost model"
@@ -178,10 +192,15 @@ def _costs(told: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "waves",
-            f"{tile['tiles']} tiles, {tile['at_once']} at once, {tile['waves']} waves, "
+            f"{_counted(tile['tiles'], 'tile')}, {tile['at_once']} at once, "
+            f"{_counted(tile['waves'], 'wave')}, "
             f"{100 * tile['sm_use']:.0f} % of the SMs in use",
         ),
     ]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _block(tile: dict[str, Any]) -> list[tuple[str, str]]:
@@ -194,7 +213,7 @@ def _block(tile: dict[str, Any]) -> list[tuple[str, str]]:
             f"{producer} a thread of the producer, {consumers[0]} of {len(consumers)} consumer "
             f"warpgroups, {tile['threads']} threads",
         ),
-        ("cluster", "{} x {} blocks, out x tokens".format(*tile["cluster"])),
+        ("cluster", "{} x {} x {} blocks, out x tokens x k".format(*tile["cluster"])),
     ]
 
 

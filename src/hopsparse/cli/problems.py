@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..measure.suite import Problem
+    from ..ops.spmm_nm.kernel import Numbers
+
+#: Dtypes of codes.
+CODES = ("int8", "float8_e4m3fn")
+_PROMOTED = "promoted"
 
 # More digits than any size has: Python refuses to read thousands of them.
 _NUMBER = "[0-9]{1,18}"
@@ -39,3 +48,54 @@ def tokens_of(text: str) -> list[int]:
     if re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", text) is None:
         raise ArgumentError(f"tokens {text!r}", need="numbers with commas", hint="--tokens 1,256")
     return [int(word) for word in text.split(",")]
+
+
+def check_sums(dtype: str, sums: str, grouped: bool) -> None:
+    """Refuse --sums that do not exist, and --sums and --grouped of what has none.
+
+    Raises:
+        ArgumentError: It says what.
+    """
+    from ..ops.spmm_nm.scaled_plan import numbers_for
+
+    if dtype in CODES:
+        numbers_for(dtype, sums, grouped=grouped)
+    elif sums != _PROMOTED or grouped:
+        raise ArgumentError(
+            f"--sums {sums}{' --grouped' * grouped} of {dtype}",
+            need="8-bit floats, whose sums are taken in two ways",
+            hint="--dtype float8_e4m3fn",
+        )
+
+
+def problem_of(
+    layer: str, shape: tuple[int, int], tokens: int, dtype: str, sums: str, grouped: bool
+) -> Problem:
+    """A product, of 16 bits or of codes.
+
+    Args:
+        layer: What it is in a model.
+        shape: [out, k].
+        tokens: Rows of x.
+        dtype: Of x and w.
+        sums: Of 8-bit floats.
+        grouped: Whether w of 8-bit floats has a scale for each 128 columns.
+
+    Raises:
+        ArgumentError: There is no such product.
+    """
+    from ..measure.suite import CodesProblem, Problem
+
+    if dtype not in CODES:
+        return Problem(layer, *shape, tokens, dtype)
+    return CodesProblem(layer, *shape, tokens, dtype, sums, grouped and dtype != "int8")
+
+
+def numbers_of(problem: Problem) -> Numbers | None:
+    """What a problem of codes computes with; None for 16 bits."""
+    from ..measure.suite import CodesProblem
+    from ..ops.spmm_nm.scaled_plan import numbers_for
+
+    if not isinstance(problem, CodesProblem):
+        return None
+    return numbers_for(problem.dtype, problem.sums, grouped=problem.grouped)

@@ -15,7 +15,8 @@ from ..errors import ArgumentError
 from ..units import duration_text
 from .console import print_json, stderr, stdout
 from .options import FAILED_EXIT, command
-from .tune_problems import MOST_TOKENS, distinct, numbers_of, problems_of
+from .problems import numbers_of
+from .tune_problems import MOST_TOKENS, distinct, problems_of
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from .problems import shape_of, tokens_of
+from .problems import CODES, check_sums, problem_of, shape_of, tokens_of
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem
     from ..models._entries import ModuleEntry
-    from ..ops.spmm_nm.kernel import Numbers
     from .tune import Tune
 
 _KERNEL_DTYPES = ("bfloat16", "float16")
-_CODES = ("int8", "float8_e4m3fn")
 _CODES_OF = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _PATTERNS = ("2:4", "1:4")
 #: Without token counts all classes up to it are tuned.
@@ -45,7 +43,10 @@ def problems_of(options: Tune) -> Sequence[Problem]:
     from ..measure.suite import read_suite
     from ..tune import token_classes
 
-    _check_sums(options)
+    # A model may have layers of both kinds.
+    codes = options.model is not None and options.dtype not in CODES
+    asked = "float8_e4m3fn" if codes else options.dtype or _KERNEL_DTYPES[0]
+    check_sums(asked, options.sums, options.grouped)
     sources = {"MODEL": options.model, "--shape": options.shape, "--suite": options.suite}
     given = [name for name, value in sources.items() if value]
     if len(given) != 1:
@@ -54,10 +55,11 @@ def problems_of(options: Tune) -> Sequence[Problem]:
             need="one of MODEL, --shape and --suite",
             hint="hopsparse tune --shape 4096x4096",
         )
+    how = options.sums, options.grouped
     tokens = None if options.tokens is None else tokens_of(options.tokens)
     if options.suite is not None:
         return [
-            _problem(options, each.layer, each.out, each.k, count, options.dtype or each.dtype)
+            problem_of(each.layer, (each.out, each.k), count, options.dtype or each.dtype, *how)
             for each in read_suite(options.suite)
             for count in ([each.tokens] if tokens is None else tokens)
         ]
@@ -68,49 +70,10 @@ def problems_of(options: Tune) -> Sequence[Problem]:
         layers = [("", *shape_of(text), dtype) for text in options.shape or ()]
     counts = tokens or [each.measured for each in token_classes(MOST_TOKENS)]
     return [
-        _problem(options, name, out, k, count, dtype)
+        problem_of(name, (out, k), count, dtype, *how)
         for name, out, k, dtype in layers
         for count in counts
     ]
-
-
-def numbers_of(problem: Problem) -> Numbers | None:
-    """What a problem of codes computes with; None for 16 bits."""
-    from ..measure.suite import CodesProblem
-    from ..ops.spmm_nm.scaled_plan import numbers_for
-
-    if not isinstance(problem, CodesProblem):
-        return None
-    return numbers_for(problem.dtype, problem.sums, grouped=problem.grouped)
-
-
-def _problem(options: Tune, layer: str, out: int, k: int, tokens: int, dtype: str) -> Problem:
-    from ..measure.suite import CodesProblem, Problem
-
-    if dtype not in _CODES:
-        return Problem(layer, out, k, tokens, dtype)
-    grouped = options.grouped and dtype != "int8"  # Of a model, which may have both.
-    return CodesProblem(layer, out, k, tokens, dtype, options.sums, grouped)
-
-
-def _check_sums(options: Tune) -> None:
-    """Refuse sums that do not exist, and groups of what has none.
-
-    Raises:
-        ArgumentError: It says what.
-    """
-    from ..ops.spmm_nm.scaled_plan import numbers_for
-
-    if options.dtype in _CODES or options.model is not None:
-        codes = options.dtype if options.dtype in _CODES else "float8_e4m3fn"
-        numbers_for(codes, options.sums, grouped=options.grouped)
-    elif options.sums != "promoted" or options.grouped:
-        words = f"--sums {options.sums}{' --grouped' * options.grouped}"
-        raise ArgumentError(
-            f"{words} of {options.dtype or 'bfloat16'}",
-            need="8-bit floats, whose sums are taken in two ways",
-            hint="--dtype float8_e4m3fn",
-        )
 
 
 def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]:
@@ -156,4 +119,4 @@ def _kind_of(entry: ModuleEntry, dtype: str | None) -> str | None:
     if scheme.weights != scheme.activations or scheme.group:
         return None
     codes = _CODES_OF.get(scheme.weights)
-    return codes if dtype not in _CODES or dtype == codes else None
+    return codes if dtype not in CODES or dtype == codes else None

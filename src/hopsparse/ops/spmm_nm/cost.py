@@ -40,6 +40,7 @@ class Constants:
         fixed_us: Of a launch.
         cluster_us: More, of one in clusters.
         total_norm: Exponent of the norm of the whole.
+        source: The rows that they were fitted to; "" if they were not.
     """
 
     clocks_us: float = 1650.0
@@ -56,11 +57,12 @@ class Constants:
     fixed_us: float = 2.05
     cluster_us: float = 0.29
     total_norm: float = 4.6
+    source: str = "benchmarks/results/h200/spmm_nm_candidates.jsonl"
 
 
-#: By bits of an entry. 16: to benchmarks/results/h200/spmm_nm_candidates.jsonl. 8: not fitted yet;
-#: those of 16 bits, and a guess of how long a warpgroup waits for its products.
-FITTED = {16: Constants(), 8: Constants(promote_clocks=100.0)}
+#: By bits of an entry. Those of 8 are not fitted yet: they are those of 16, and a guess of how long
+#: a warpgroup waits for its products.
+FITTED = {16: Constants(), 8: Constants(promote_clocks=100.0, source="")}
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil
 
 from ...measure.product import Product, work
 from ...measure.roofline import predict
-from ...plan import Target, parse_target, target
+from ...plan import KernelSpec, Target, parse_target, target
 from ...plan.budget import check, smem_left, warpgroup_registers
 from ...tune import Entry, Machine, Store
-from .cost import Problem, blocks_at_once, predicted_us, tiles
+from .cost import FITTED, Problem, blocks_at_once, predicted_us, tiles
 from .dense import DenseWin, dense_win
 from .kernel import Config
 from .plan import candidates, choose, key_of, spec_of, tuned, versions
+
+#: When a layer does not run the kernel: the facts of `op.why_no_kernel`, and `dense.dense_win`.
+RUNS_DENSE_WHEN = (
+    "values are float32 or have 8 bits",
+    "the pattern is neither 2:4 nor 1:4",
+    "the GPU is no H100 or H200",
+    "tuning measured it to be faster",
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,8 @@ class Tile:
         return ceil(self.tiles / self.at_once)
 
     def sm_use(self, sm_count: int) -> float:
-        """Part of the SMs that has a tile, over all waves."""
-        return self.tiles / (self.waves * sm_count)
+        """Part of the SMs that has a tile, or a part of k of one, over all waves."""
+        return self.tiles * self.config.cluster_k / (self.waves * sm_count)
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,11 @@ class Explanation:
         floors: Of the problem.
         dense_us: Predicted time of the dense product.
         results: Tuning results of the problem's class, of all machines.
-    won: Where the dense product was measured to be faster than every tile: layers run that. Else
-        None.
+        names: Tiles by the names that those have for them.
+        won: Where the dense product was measured to be faster than every tile: layers run that.
+            Else None.
+        sums: Of codes, how they are taken; "" for 16 bits.
+        dense_when: When a layer does not run the kernel.
     """
 
     problem: Problem
@@ -100,7 +112,15 @@ class Explanation:
     floors: Floors
     dense_us: float
     results: tuple[Entry, ...]
+    names: Mapping[str, Config] = field(hash=False, repr=False)
     won: DenseWin | None = None
+    sums: str = ""
+    dense_when: tuple[str, ...] = RUNS_DENSE_WHEN
+
+    def winner(self, entry: Entry) -> tuple[Config, float] | None:
+        """The fastest tile of a tuning result, and its time; None if it has none of today's."""
+        best = entry.best(self.names)
+        return None if best is None else (self.names[best], entry.measured[best].us)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -111,20 +131,18 @@ class Explanation:
                 "the cost model has the memory of a whole H200: here it predicts too little where "
                 "bytes decide"
             )
+        if not FITTED[self.chosen.config.bits].source:
+            found.append("the cost model of 8 bits has the constants of 16: nothing was fitted yet")
         if self.dense_us < self.chosen.predicted_us and not self.is_tuned:
-            found.append("dense is predicted to be faster; it runs where `hopsparse tune` agrees")
+            runs = (
+                "no layer runs codes dense"
+                if self.sums
+                else "it runs where `hopsparse tune` agrees"
+            )
+            found.append(f"dense is predicted to be faster; {runs}")
         if self.won is not None:
             found.append("the function spmm_nm, which keeps no decoded weight, runs the tile")
         return tuple(found)
-
-
-#: When a layer does not run the kernel: the facts of `op.why_no_kernel`, and `dense.dense_win`.
-RUNS_DENSE_WHEN = (
-    "values are float32 or have 8 bits",
-    "the pattern is neither 2:4 nor 1:4",
-    "the GPU is no H100 or H200",
-    "tuning measured it to be faster",
-)
 
 
 def explain(
@@ -152,7 +170,8 @@ def explain(
     chosen = choose(problem, sm_count, dtype=dtype, machine=machine)
     ordered = [each for each in candidates(problem, sm_count) if each != chosen]
     described = [
-        _tile(config, problem, dtype, gpu, sm_count) for config in (chosen, *ordered[:others])
+        tile_of(config, problem, spec_of(config, problem.out, dtype), gpu, sm_count)
+        for config in (chosen, *ordered[:others])
     ]
     key = key_of(problem, dtype, machine or Machine("", 0, ""))
     shape = (problem.out, problem.k)
@@ -165,9 +184,10 @@ def explain(
         chosen=described[0],
         is_tuned=machine is not None and tuned(problem, dtype, machine) is not None,
         others=tuple(described[1:]),
-        floors=_floors(Product(shape, dtype, "nm", "2:4"), problem.tokens, gpu),
+        floors=floors_of(Product(shape, dtype, "nm", "2:4"), problem.tokens, gpu),
         dense_us=predict(Product(shape, dtype), problem.tokens, gpu).time_us,
         results=tuple(Store.default().entries(key.op, key.kernel, key.problem)),
+        names=versions(dtype),
         won=won,
     )
 
@@ -184,30 +204,43 @@ def target_of(machine: Machine) -> Target:
     return parse_target(f"{name}:{share[1]}/7" if share else name)
 
 
-def winner(entry: Entry, dtype: str) -> Config | None:
-    """The fastest tile of a tuning result; None if it has none of today's tiles."""
-    names = versions(dtype)
-    best = entry.best(names)
-    return None if best is None else names[best]
+def tile_of(
+    config: Config,
+    problem: Problem,
+    spec: KernelSpec,
+    gpu: Target,
+    sm_count: int,
+    us: float | None = None,
+) -> Tile:
+    """What is said of a tile.
 
+    Args:
+        config: The tile.
+        problem: Sizes.
+        spec: Its kernel.
+        gpu: The GPU.
+        sm_count: Its SMs.
+        us: Its predicted time; None is that of 16 bits.
 
-def _tile(config: Config, problem: Problem, dtype: str, gpu: Target, sm_count: int) -> Tile:
-    spec = spec_of(config, problem.out, dtype)
+    Raises:
+        UnsupportedError: A block does not fit an SM.
+    """
     producer, consumer = warpgroup_registers(config.warpgroups)
     registers = (producer, *[consumer] * config.warpgroups)
     check(spec, gpu, registers)
     return Tile(
         config=config,
-        predicted_us=predicted_us(config, problem, sm_count),
+        predicted_us=predicted_us(config, problem, sm_count) if us is None else us,
         tiles=tiles(config, problem),
-        at_once=blocks_at_once(config, sm_count),
+        at_once=blocks_at_once(config, sm_count) // config.cluster_k,
         smem_bytes=spec.smem_bytes,
         smem_left_bytes=smem_left(spec, gpu),
         registers=registers,
     )
 
 
-def _floors(product: Product, tokens: int, gpu: Target) -> Floors:
+def floors_of(product: Product, tokens: int, gpu: Target) -> Floors:
+    """What a 2:4 product can at best take."""
     least = work(product, tokens)
     return Floors(
         bytes=least.bytes,
