@@ -15,7 +15,7 @@ from hopsparse.cli.problems import numbers_of
 from hopsparse.cli.tune import Tune, _cells, _print, result
 from hopsparse.cli.tune_problems import distinct, layers_of, problems_of
 from hopsparse.errors import ArgumentError
-from hopsparse.measure.suite import CodesProblem, Problem
+from hopsparse.measure.suite import Problem, SummedProblem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import DENSE
@@ -115,7 +115,7 @@ def test_a_dense_model_has_nothing_to_tune(dense_model: Path) -> None:
 
 def test_codes_have_their_sums_with_them() -> None:
     options = Tune(shape=["64x32"], dtype="float8_e4m3fn", sums="fast", tokens="1")
-    assert problems_of(options) == [CodesProblem("", 64, 32, 1, "float8_e4m3fn", "fast")]
+    assert problems_of(options) == [SummedProblem("", 64, 32, 1, "float8_e4m3fn", sums="fast")]
     few = distinct(problems_of(Tune(suite="anchors", tokens="1,2", dtype="int8")))
     assert [(each.tokens, each.dtype) for each in few] == [(16, "int8")] * 6
 
@@ -134,12 +134,12 @@ def test_a_model_of_codes_has_what_its_layers_multiply(
     with pytest.raises(ArgumentError, match="without a layer"):
         layers_of(out, "float8_e4m3fn")
     problems = problems_of(Tune(model=out, tokens="16", grouped=True))
-    assert {(type(each), each.dtype) for each in problems} == {(CodesProblem, "int8")}
+    assert {(type(each), each.dtype) for each in problems} == {(SummedProblem, "int8")}
     assert numbers_of(problems[0]) == Numbers("int8", "int8", "bfloat16")
 
 
 def test_codes_are_ranked_without_a_dense_product(capsys: pytest.CaptureFixture[str]) -> None:
-    problem = CodesProblem("o", 1000, 1000, 16, "float8_e4m3fn", "promoted")
+    problem = SummedProblem("o", 1000, 1000, 16, "float8_e4m3fn")
     numbers = numbers_of(problem)
     assert numbers is not None
     names = list(named_scaled_candidates(Sizes(16, 1000, 1000), numbers, 132))

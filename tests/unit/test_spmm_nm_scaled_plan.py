@@ -29,7 +29,6 @@ from hopsparse.ops.spmm_nm.scaled_plan import (
 )
 from hopsparse.ops.spmm_nm.scaled_tuning import (
     CodesLayer,
-    codes_of,
     named_scaled_candidates,
 )
 from hopsparse.ops.spmm_nm.tuning import measured_problem
@@ -231,23 +230,6 @@ def test_what_tiles_are_checked_on_is_exact_and_tells_a_wrong_result(
         (whole.x, replace(whole.scaling, w=whole.scaling.w.roll(1, 0))),
     ):
         assert reference.excess(spmm_nm_scaled(whole.w, x, scaling)) > 1
-
-
-def test_the_sums_that_tiles_are_checked_on_stay_below_what_tensor_cores_keep() -> None:
-    """13 bits: no sum of the longest row of the suites rounds in a tensor core."""
-    whole = CodesLayer(Problem(64, 64, 28672), KINDS[f"{FP8} fast"], torch.device("cpu")).whole
-    w, x = whole.w.to_dense().double(), whole.x.double()
-    running = torch.stack([x[:, :n] @ w[:, :n].T for n in range(1024, 28673, 1024)])
-    assert float(running.abs().max()) < 2**13
-
-
-def test_codes_reach_the_largest_and_no_further() -> None:
-    normal = torch.randn(4096)
-    for dtype, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
-        codes = codes_of(torch.cat([normal, torch.tensor([0.0, 50.0, -50.0])]), dtype).float()
-        assert codes[-3:].tolist() == [0, largest, -largest]
-        assert codes.isfinite().all()
-        assert largest / 2 < float(codes[:-3].abs().max()) <= largest
 
 
 def test_on_the_cpu_there_is_no_kernel_to_prepare() -> None:

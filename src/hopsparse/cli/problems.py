@@ -84,18 +84,18 @@ def problem_of(
     Raises:
         ArgumentError: There is no such product.
     """
-    from ..measure.suite import CodesProblem, Problem
+    from ..measure.suite import Problem, SummedProblem
 
     if dtype not in CODES:
         return Problem(layer, *shape, tokens, dtype)
-    return CodesProblem(layer, *shape, tokens, dtype, sums, grouped and dtype != "int8")
+    return SummedProblem(layer, *shape, tokens, dtype, "rows", sums, grouped and dtype != "int8")
 
 
 def numbers_of(problem: Problem) -> Numbers | None:
     """What a problem of codes computes with; None for 16 bits."""
-    from ..measure.suite import CodesProblem
+    from ..measure.suite import SummedProblem
     from ..ops.spmm_nm.scaled_plan import numbers_for
 
-    if not isinstance(problem, CodesProblem):
+    if not isinstance(problem, SummedProblem):
         return None
     return numbers_for(problem.dtype, problem.sums, grouped=problem.grouped)

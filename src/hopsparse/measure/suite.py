@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import ArgumentError
+from .codes import LARGEST, SCALINGS
 
 #: Every suite in turn, each problem once.
 ALL = "llm"
 # Its problems are also those of the models.
 _ANCHORS = "anchors"
 _LIMIT = 2**31
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_CODES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,10 @@ class Problem:
     tokens: int
     dtype: str = "bfloat16"
 
-    DTYPES: ClassVar[Mapping[str, torch.dtype]] = _DTYPES
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
 
     def __post_init__(self) -> None:
         sides = (self.out, self.k, self.tokens)
@@ -78,23 +80,67 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class CodesProblem(Problem):
-    """One product of 8-bit codes; its result has 16 bits.
+class CodedProblem(Problem):
+    """One product of 8-bit codes; `dtype` is theirs.
 
     Attributes:
-        sums: Of 8-bit floats: `promoted` or `fast`.
-        grouped: w has a scale for each 128 columns.
+        scaling: What codes stand for: `none`, `tensor` or `rows`, as `hopsparse.measure.codes` has
+            them.
 
     Example:
-        >>> CodesProblem("square", 64, 64, 2, "int8").torch_dtype
+        >>> CodedProblem("square", 64, 64, 2, "int8", "rows").torch_dtype
         torch.int8
     """
 
     dtype: str = "float8_e4m3fn"
+    scaling: str = "none"
+
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {
+        str(dtype).removeprefix("torch."): dtype for dtype in LARGEST
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaling not in SCALINGS:
+            raise ArgumentError(
+                f"scaling {self.scaling!r}", need="one of " + ", ".join(SCALINGS), hint="rows"
+            )
+
+
+@dataclass(frozen=True)
+class SummedProblem(CodedProblem):
+    """One product of 8-bit codes with a scale for each token, and how it is summed.
+
+    Attributes:
+        sums: Of 8-bit floats: `promoted` or `fast`; those of integers are exact.
+        grouped: w has a scale for each 128 columns, instead of one for each out-feature.
+
+    Example:
+        >>> SummedProblem("square", 64, 64, 2, sums="fast").dtype
+        'float8_e4m3fn'
+    """
+
+    scaling: str = "rows"
     sums: str = "promoted"
     grouped: bool = False
 
-    DTYPES: ClassVar[Mapping[str, torch.dtype]] = _CODES
+
+def coded_suite(name: str, dtype: str, scaling: str = "none") -> tuple[CodedProblem, ...]:
+    """The layers and tokens of a suite in 8 bits.
+
+    Raises:
+        ArgumentError: No such suite, dtype or scaling.
+
+    Example:
+        >>> len(coded_suite("anchors", "int8")) == 6 * 4
+        True
+    """
+    found = (
+        CodedProblem(each.layer, each.out, each.k, each.tokens, dtype, scaling)
+        for each in read_suite(name)
+    )
+    # A suite has each layer in several dtypes of 16 bits.
+    return tuple(dict.fromkeys(found))
 
 
 def suite_names() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """spmm_nm_scaled as the tuner sees it: tiles of codes, and how one is run, checked and timed.
 
-A tile is checked on small whole numbers and powers of two as scales, whose sums are exact in every
-tensor core, and timed on codes as they are in a model: how many bits change decides the power.
+A tile is checked twice: on small integers, whose sums are exact, with powers of two as scales; and
+on the codes that it is timed on, under the bound of how sums are taken. Those are as they are in a
+model, because how many bits change decides the power.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from torch import Tensor
 from ...compiler import KernelCache
 from ...formats.nm import NM
 from ...measure.clock import Contender, gpu, time_side_by_side
-from ...measure.contest import Reference, cold_count, largest_excess, random_24
+from ...measure.coded_contest import CodedReference
+from ...measure.codes import (
+    CodedInput,
+    CodedWeight,
+    integer_input,
+    integer_weight,
+    random_input,
+    random_weight,
+)
+from ...measure.contest import Reference, largest_excess
 from ...measure.fault import wait_for
+from ...measure.reference import cold_copies
 from ...measure.timing import Timing
 from ...plan import KernelSpec
 from ...tune import Ranking, Show, Steps, Store, machine_of, tune
@@ -26,12 +37,10 @@ from .cost import Problem
 from .kernel import Config, Numbers, spec_of_numbers, stores_directly
 from .scaled import Scaling, spmm_nm_scaled
 from .scaled_dispatch import GROUP
-from .scaled_plan import candidates_scaled, scaled_key, scaled_versions
+from .scaled_plan import candidates_scaled, scaled_key, scaled_versions, sums_of
 from .tuning import measured_problem
 
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_DEVIATIONS = 4.0  # of normal numbers, whose largest of a row is the largest code
 _STORED_BITS_A_WEIGHT = 5  # 2:4 in 8 bits: half the values, and 2 bits of index for each
 
 
@@ -154,35 +163,50 @@ class CodesLayer:
 
     @cached_property
     def whole(self) -> Codes:
-        """Whole numbers of at most 2, of which no sum rounds, and powers of two as scales."""
-        w, x = (each.clamp(-2, 2).round() for each in self._normal())
-        dtype, shape = _DTYPES[self.numbers.w], (self.problem.out, self._groups)
-        scale = self._power_of_two(*shape)
-        each = self._power_of_two(self.problem.tokens, 1)
-        columns = scale if shape[1] == 1 else scale.repeat_interleave(GROUP, 1)[:, : w.shape[1]]
-        scaling = Scaling(w=scale, x=each, sums=self._sums)
-        wide = (w * columns).bfloat16(), (x * each).bfloat16()
-        return Codes(NM.from_dense(w.to(dtype)), x.to(dtype), scaling, *wide)
+        """Small integers, of which no sum rounds as these are taken, and powers of two as scales.
+
+        Where sums are promoted it would, were they not.
+        """
+        sums = self._summed
+        w = integer_weight(self._first, sums)
+        scale, x = self._group_scales(w), integer_input(self._input, sums)
+        assert scale is not None
+        assert x.scale is not None
+        grouped = self.numbers.grouped
+        columns = scale.repeat_interleave(GROUP, 1)[:, : self.problem.k] if grouped else scale
+        wide = (w.codes.float() * columns).bfloat16(), (x.codes.float() * x.scale).bfloat16()
+        return Codes(NM.from_dense(w.codes), x.codes, self._scaling(scale, x), *wide)
 
     @property
-    def _groups(self) -> int:
-        return -(-self.problem.k // GROUP) if self.numbers.grouped else 1
+    def _summed(self) -> str:
+        """How sums are taken, in the words of `hopsparse.measure.codes`."""
+        sums = sums_of(self.numbers)
+        return "promoted" if sums == "grouped" else sums
 
-    @property
-    def _sums(self) -> str:
-        return "promoted" if self.numbers.promoted else "fast"
+    def _scaling(self, of_w: Tensor | None, x: CodedInput) -> Scaling:
+        promoted = self.numbers.promoted or self.numbers.grouped
+        return Scaling(w=of_w, x=x.scale, sums="promoted" if promoted else "fast")
 
-    def _normal(self) -> tuple[Tensor, Tensor]:
-        """Weights [out, k], of which two of four are kept, and x [tokens, k], in float32."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        p = self.problem
-        w = random_24((p.out, p.k), torch.bfloat16, generator).float()
-        return w, torch.randn(p.tokens, p.k, generator=generator, device=self.device)
-
-    def _power_of_two(self, *shape: int) -> Tensor:
+    def _group_scales(self, w: CodedWeight) -> Tensor | None:
+        """Scales of w: its own, or a power of two for each 128 columns."""
+        if not self.numbers.grouped:
+            return w.scale
         generator = torch.Generator(self.device).manual_seed(1)
+        shape = (self.problem.out, -(-self.problem.k // GROUP))
         drawn = torch.randint(-1, 2, shape, generator=generator, device=self.device)
         return torch.exp2(drawn.float())
+
+    @cached_property
+    def _first(self) -> CodedWeight:
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (self.problem.out, self.problem.k)
+        return random_weight(shape, _DTYPES[self.numbers.w], "rows", generator)
+
+    @cached_property
+    def _input(self) -> CodedInput:
+        generator = torch.Generator(self.device).manual_seed(1)
+        shape = (self.problem.tokens, self.problem.k)
+        return random_input(shape, _DTYPES[self.numbers.w], "rows", generator)
 
     def _prepared(self, config: Config) -> Ready:
         x, weights, scaling = self._tensors
@@ -196,11 +220,19 @@ class CodesLayer:
     def _excess(self, ready: Ready) -> float:
         with torch.no_grad():
             run = ready.checked
-            return largest_excess(lambda _: run(), self._references, self.whole.wide_x)
+            whole = largest_excess(lambda _: run(), self._whole_reference, self.whole.wide_x)
+            if self.numbers.grouped:
+                return whole
+            y = ready.timed[0]()
+            return max(whole, self._reference.excess(y, self._summed))
 
     @cached_property
-    def _references(self) -> dict[int, Reference]:
+    def _whole_reference(self) -> dict[int, Reference]:
         return {0: Reference(self.whole.wide_x, self.whole.wide_w)}
+
+    @cached_property
+    def _reference(self) -> CodedReference:
+        return CodedReference(self._input, self._first)
 
     def _timed(self, ready: Mapping[str, Ready], seconds: float) -> list[Timing]:
         contenders = [Contender(name, each.timed) for name, each in ready.items()]
@@ -209,25 +241,10 @@ class CodesLayer:
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, list[NM], Scaling]:
-        dtype, (out, k) = _DTYPES[self.numbers.w], (self.problem.out, self.problem.k)
-        w, x = (codes_of(each, dtype) for each in self._normal())
-        first, scale = NM.from_dense(w), self._power_of_two(out, self._groups)
-        count = cold_count(out * k * _STORED_BITS_A_WEIGHT // 8, self.device)
+        first, x = NM.from_dense(self._first.codes), self._input
+        count = cold_copies(first.shape, _STORED_BITS_A_WEIGHT, self.device)
         copies = [
             NM(first.shape, first.values.clone(), first.meta.clone(), first.pattern)
             for _ in range(count - 1)
         ]
-        scaling = Scaling(w=scale, x=self._power_of_two(x.shape[0], 1), sums=self._sums)
-        return x, [first, *copies], scaling
-
-
-def codes_of(normal: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normal numbers as codes, four deviations the largest; zeros stay.
-
-    Example:
-        >>> codes_of(torch.tensor([0.0, 1.0, -9.0]), torch.int8).tolist()
-        [0, 32, -127]
-    """
-    largest = _LARGEST[dtype]
-    values = (normal.float() * (largest / _DEVIATIONS)).clamp(-largest, largest)
-    return values.round().to(dtype) if dtype == torch.int8 else values.to(dtype)
+        return x.codes, [first, *copies], self._scaling(self._group_scales(self._first), x)
