@@ -1,33 +1,53 @@
 """Every tile of spmm_nm that could be meant for a problem, timed: what the cost model is fitted to.
 
     PYTHONPATH=src python benchmarks/candidates.py --out rows.jsonl     # on an H200
+    PYTHONPATH=src python benchmarks/candidates.py --out rows.jsonl --suite anchors \
+        --dtype float8_e4m3fn --sums promoted                           # codes, every tile
     PYTHONPATH=src python benchmarks/candidates.py --fit rows.jsonl     # anywhere
 
-A row is one tile, or the dense product, of one problem. Weights are rotated past the L2 cache.
-With --fit nothing is timed: the model of ops/spmm_nm/cost.py is held against the rows, and what its
-first choice costs against the fastest tile is printed.
+A row is one tile, or the dense product, of one problem. Weights are rotated past the L2 cache. A
+tile is checked first, as the tuner does it; one that is wrong has no time and says why. With --fit
+nothing is timed: the model of ops/spmm_nm/cost.py is held against the rows, and what its first
+choice costs against the fastest tile is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
-from hopsparse.formats import NM
-from hopsparse.measure.clock import Contender, copies_to_defeat_l2, time_side_by_side
-from hopsparse.measure.contest import random_24
+from hopsparse.errors import GpuLostError
+from hopsparse.measure.clock import Contender, gpu, time_side_by_side
+from hopsparse.measure.coded_peers import coded_ways
+from hopsparse.measure.codes import CodedWeight
+from hopsparse.measure.fault import named
 from hopsparse.measure.record import append, done, environment, read
-from hopsparse.ops import pack_nm, spmm_nm
+from hopsparse.measure.suite import read_suite
 from hopsparse.ops.spmm_nm.cost import predicted_us, suits
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates
+from hopsparse.ops.spmm_nm.kernel import Config, Numbers
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, eight_bit
+from hopsparse.ops.spmm_nm.scaled_plan import (
+    CODES,
+    SUMS,
+    candidates_scaled,
+    numbers_for,
+    scaled_us,
+    sums_of,
+)
+from hopsparse.ops.spmm_nm.scaled_tuning import CodesLayer, Ready
+from hopsparse.ops.spmm_nm.tuning import Layer
+from hopsparse.tune import Steps
 
 LAYERS = (
     (576, 576),
@@ -45,90 +65,198 @@ LAYERS = (
 )
 TOKENS = (1, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 16384)
 SMS = 132
-FAR = 2.5  # times the prediction of the best: not timed
+FAR = 2.5  # times the prediction of the best: not timed, of 16 bits
+KEY = ("tokens", "out", "k", "dtype", "sums")
+DENSE = "cublas"
+
+Calls = Sequence[Callable[[], Tensor]]
 
 
-def measure(problem: Problem, rounds: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Kind:
+    """What is multiplied.
+
+    Attributes:
+        dtype: Of w and x.
+        numbers: Of codes; None for 16 bits.
+    """
+
+    dtype: str
+    numbers: Numbers | None = None
+
+    @property
+    def sums(self) -> str:
+        """How codes are summed; "" for 16 bits."""
+        return "" if self.numbers is None else sums_of(self.numbers)
+
+    @property
+    def configs(self) -> Sequence[Config]:
+        """Every tile."""
+        return CANDIDATES if self.numbers is None else eight_bit(self.numbers)
+
+    def predicted_us(self, config: Config, problem: Problem) -> float:
+        """By the cost model."""
+        if self.numbers is None:
+            return predicted_us(config, problem, SMS)
+        return scaled_us(config, problem, self.numbers, SMS)
+
+    def near(self, problem: Problem, far: float) -> list[Config]:
+        """Tiles that suit a problem, and are predicted to take at most `far` times the best."""
+        if self.numbers is None:
+            suited = candidates(problem, SMS)
+        else:
+            suited = candidates_scaled(problem, self.numbers, SMS)
+        most = far * self.predicted_us(suited[0], problem)
+        return [config for config in suited if self.predicted_us(config, problem) <= most]
+
+
+def measure(problem: Problem, kind: Kind, rounds: int, far: float) -> list[dict[str, Any]]:
     """One row a tile, and one for cuBLAS."""
-    make = torch.Generator("cuda").manual_seed(problem.out)
-    stored = problem.out * problem.k * 9 // 8
-    count = copies_to_defeat_l2(stored, 60 * 2**20, most=48)
-    first = random_24((problem.out, problem.k), torch.bfloat16, make)
-    dense = [first.clone() for _ in range(count)]
-    packed = pack_nm(first)
-    weights = [
-        NM(packed.shape, packed.values.clone(), packed.meta.clone(), packed.pattern)
-        for _ in range(count)
-    ]
-    x = torch.randn(problem.tokens, problem.k, device="cuda", dtype=torch.bfloat16)
-    predictions = {c: predicted_us(c, problem, SMS) for c in CANDIDATES}
-    least = min(predictions.values())
-    near = [c for c in candidates(problem, SMS) if predictions[c] <= FAR * least]
-    contenders = [Contender("cublas", [partial(F.linear, x, w) for w in dense])]
-    contenders += [
-        Contender(c.name, [partial(spmm_nm, w, x, config=c) for w in weights]) for c in near
-    ]
-    timings = time_side_by_side(contenders, rounds=rounds, min_ms=2.0, warm_s=0.02, budget_s=6.0)
+    near, device = kind.near(problem, far), gpu()
+    ready: dict[str, Calls] = {}
+    if kind.numbers is None:
+        plain = Layer(problem, kind.dtype, device).steps()
+        steps: Steps[Any, Any] = plain
+        ready[DENSE] = plain.prepare(None)
+    else:
+        layer = CodesLayer(problem, kind.numbers, device)
+        steps = layer.steps()
+        ready[DENSE] = dense_of(layer)
+    list(steps.compile(near))  # Side by side; one that does not compile fails where it is run.
+    wrong = {DENSE: ""}
+    for config in near:
+        made, wrong[config.name] = tried(steps, config)
+        ready[config.name] = made.timed if isinstance(made, Ready) else made
+    contenders = [Contender(name, calls) for name, calls in ready.items() if not wrong[name]]
+    with torch.no_grad():
+        timings = time_side_by_side(
+            contenders, rounds=rounds, min_ms=2.0, warm_s=0.02, budget_s=6.0
+        )
+    found = {timing.name: timing for timing in timings}
     return [
         {
             "tokens": problem.tokens,
             "out": problem.out,
             "k": problem.k,
-            "tile": timing.name,
-            "us": round(timing.us, 3) if timing.samples_us else None,
-            "error": timing.error,
+            "dtype": kind.dtype,
+            "sums": kind.sums,
+            "tile": name,
+            "us": round(found[name].us, 3) if name in found and found[name].samples_us else None,
+            "error": wrong[name] or found[name].error,
         }
-        for timing in timings
+        for name in ready
     ]
 
 
-def run(out: Path, budget_s: float, rounds: int, only: list[int] | None) -> None:
+def tried(steps: Steps[Any, Any], config: Config) -> tuple[Any, str]:
+    """What runs a tile, and why it is not timed, or ""."""
+    try:
+        with named(config.name, steps.wait):
+            made = steps.prepare(config)
+            excess = steps.verify(made)
+    except GpuLostError:
+        raise
+    except Exception as error:
+        return (), " ".join(f"{type(error).__name__}: {error}".split())
+    return made, "" if excess <= 1 else f"wrong: an error of {excess:.3g} times the bound"
+
+
+def dense_of(layer: CodesLayer) -> Calls:
+    """The dense product of the same codes, on as many copies; a user's library, so not checked."""
+    way = coded_ways(layer.first.codes.dtype)[0]
+    first = layer.first
+    # Dense codes are twice the packed ones: fewer copies would do.
+    copies = [CodedWeight(first.codes.clone(), first.scale) for _ in range(layer.copies)]
+    return [partial(way.prepare(each, None), layer.input) for each in copies]
+
+
+def run(options: argparse.Namespace, kind: Kind) -> None:
     """Measure what the file lacks, as long as there is time."""
-    end = time.monotonic() + budget_s
-    known = done(out, ("tokens", "out", "k"))
+    end = time.monotonic() + options.budget_s
+    known = done(options.out, KEY)
     facts = environment()
-    for tokens in TOKENS if only is None else only:
-        for shape in LAYERS:
-            if (tokens, *shape) in known or time.monotonic() > end:
-                continue
-            rows = measure(Problem(tokens, *shape), rounds)
-            for row in rows:
-                append(out, {**row, "gpu": facts["gpu"], "commit": facts["commit"]})
-            best = min(rows[1:], key=lambda row: row["us"] or 1e9)
-            print(
-                f"{tokens:6} {shape} cublas {rows[0]['us']} {best['tile']} {best['us']}", flush=True
-            )
+    far = (math.inf if kind.numbers else FAR) if options.far is None else options.far
+    for problem in problems_of(options, kind):
+        key = (problem.tokens, problem.out, problem.k, kind.dtype, kind.sums)
+        if key in known or time.monotonic() > end:
+            continue
+        rows = measure(problem, kind, options.rounds, far)
+        for row in rows:
+            append(options.out, {**row, "gpu": facts["gpu"], "commit": facts["commit"]})
+        torch.cuda.empty_cache()
+        best = min(rows[1:], key=lambda row: row["us"] or math.inf)
+        bad = "".join(f"; {row['tile']} {row['error']}" for row in rows if row["error"])
+        shape = f"{problem.tokens:6} {problem.out}x{problem.k} {kind.dtype} {kind.sums}"
+        print(
+            f"{shape}: cublas {rows[0]['us']} {best['tile']} {best['us']}, of {len(rows)}{bad}",
+            flush=True,
+        )
+
+
+def problems_of(options: argparse.Namespace, kind: Kind) -> list[Problem]:
+    """Those of a suite, or all layers and token counts of this file."""
+    if options.suite is None:
+        found = [Problem(tokens, *shape) for tokens in TOKENS for shape in LAYERS]
+    else:
+        suite = read_suite(options.suite)
+        found = list(dict.fromkeys(Problem(each.tokens, each.out, each.k) for each in suite))
+    return [each for each in found if options.tokens is None or each.tokens in options.tokens]
 
 
 def fit(path: Path) -> None:
-    """How far off the model is, and what that costs."""
-    problems: dict[Problem, dict[str, float]] = defaultdict(dict)
+    """How far off the model is, and what that costs, for each kind of product in the file."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in read(path):
+        rows[row.get("dtype", "bfloat16"), row.get("sums", "")].append(row)
+    for (dtype, sums), found in rows.items():
+        print(f"{dtype} {sums}".rstrip())
+        fit_kind(kind_of_words(dtype, sums), found)
+
+
+def fit_kind(kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+    """The same for one."""
+    problems: dict[Problem, dict[str, float]] = defaultdict(dict)
+    for row in rows:
         if row["us"]:
             problem = Problem(row["tokens"], row["out"], row["k"])
             problems[problem][row["tile"]] = row["us"]
     regrets, ratios, offs = [], [], []
     for problem, times in problems.items():
-        tiles = {c: times[c.name] for c in CANDIDATES if c.name in times}
+        tiles = {c: times[c.name] for c in kind.configs if c.name in times}
         suited = [c for c in tiles if suits(c, problem, SMS)]
-        chosen = min(suited, key=lambda c: predicted_us(c, problem, SMS))
+        if not suited:
+            continue
+        chosen = min(suited, key=lambda c: kind.predicted_us(c, problem))
         best = min(tiles, key=lambda c: tiles[c])
         regrets.append(tiles[chosen] / tiles[best])
-        dense = f" dense {times['cublas']:8.1f}" if "cublas" in times else ""
+        dense = f" dense {times[DENSE]:8.1f}" if DENSE in times else ""
         if dense:
-            ratios.append(times["cublas"] / tiles[chosen])
-        offs += [predicted_us(c, problem, SMS) / tiles[c] for c in suited]
+            ratios.append(times[DENSE] / tiles[chosen])
+        offs += [kind.predicted_us(c, problem) / tiles[c] for c in suited]
         print(
             f"{problem.tokens:6} {problem.out:6}x{problem.k:<6} chosen {chosen.name:28}"
-            f" {tiles[chosen]:8.1f} ({predicted_us(chosen, problem, SMS):8.1f}) best {best.name:28}"
+            f" {tiles[chosen]:8.1f} ({kind.predicted_us(chosen, problem):8.1f}) best {best.name:28}"
             f" {tiles[best]:8.1f} regret {regrets[-1]:.3f}{dense}"
         )
+    if not regrets:
+        return
+    against = ""
+    if ratios:
+        mean, least = statistics.geometric_mean(ratios), min(ratios)
+        against = f"; dense/chosen geomean {mean:.2f}, worst {least:.2f}"
     print(
-        f"{len(problems)} problems: regret geomean {statistics.geometric_mean(regrets):.4f}, worst"
+        f"{len(regrets)} problems: regret geomean {statistics.geometric_mean(regrets):.4f}, worst"
         f" {max(regrets):.3f}; predicted/measured median {statistics.median(offs):.2f}, worst"
-        f" {min(offs):.2f} and {max(offs):.2f}; dense/chosen geomean"
-        f" {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}"
+        f" {min(offs):.2f} and {max(offs):.2f}{against}"
     )
+
+
+def kind_of_words(dtype: str, sums: str) -> Kind:
+    """A kind by the words of a row."""
+    if dtype not in CODES:
+        return Kind(dtype)
+    how = sums if sums in SUMS else SUMS[0]
+    return Kind(dtype, numbers_for(dtype, how, grouped=sums == "grouped"))
 
 
 def main() -> None:
@@ -138,12 +266,22 @@ def main() -> None:
     parser.add_argument("--fit", type=Path)
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--suite", help="its layers and tokens, instead of those of this file")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", *CODES), help="of w and x"
+    )
+    parser.add_argument(
+        "--sums", default=SUMS[0], choices=(*SUMS, "grouped"), help="of 8-bit floats"
+    )
+    parser.add_argument(
+        "--far", type=float, help=f"times the best prediction: not timed; {FAR}, of codes no limit"
+    )
     parser.add_argument("--tokens", type=int, nargs="*", help="only these counts")
     options = parser.parse_args()
     if options.fit:
         fit(options.fit)
     elif options.out:
-        run(options.out, options.budget_s, options.rounds, options.tokens)
+        run(options, kind_of_words(options.dtype, options.sums))
     else:
         parser.error("--out FILE to measure, or --fit FILE")
 

@@ -168,8 +168,8 @@ class CodesLayer:
         Where sums are promoted it would, were they not.
         """
         sums = self._summed
-        w = integer_weight(self._first, sums)
-        scale, x = self._group_scales(w), integer_input(self._input, sums)
+        w = integer_weight(self.first, sums)
+        scale, x = self._group_scales(w), integer_input(self.input, sums)
         assert scale is not None
         assert x.scale is not None
         grouped = self.numbers.grouped
@@ -197,16 +197,24 @@ class CodesLayer:
         return torch.exp2(drawn.float())
 
     @cached_property
-    def _first(self) -> CodedWeight:
+    def first(self) -> CodedWeight:
+        """The weight that is timed, of which there are copies."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (self.problem.out, self.problem.k)
         return random_weight(shape, _DTYPES[self.numbers.w], "rows", generator)
 
     @cached_property
-    def _input(self) -> CodedInput:
+    def input(self) -> CodedInput:
+        """What it is timed on."""
         generator = torch.Generator(self.device).manual_seed(1)
         shape = (self.problem.tokens, self.problem.k)
         return random_input(shape, _DTYPES[self.numbers.w], "rows", generator)
+
+    @property
+    def copies(self) -> int:
+        """How many weights defeat the L2 cache."""
+        shape = (self.problem.out, self.problem.k)
+        return cold_copies(shape, _STORED_BITS_A_WEIGHT, self.device)
 
     def _prepared(self, config: Config) -> Ready:
         x, weights, scaling = self._tensors
@@ -232,7 +240,7 @@ class CodesLayer:
 
     @cached_property
     def _reference(self) -> CodedReference:
-        return CodedReference(self._input, self._first)
+        return CodedReference(self.input, self.first)
 
     def _timed(self, ready: Mapping[str, Ready], seconds: float) -> list[Timing]:
         contenders = [Contender(name, each.timed) for name, each in ready.items()]
@@ -241,10 +249,9 @@ class CodesLayer:
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, list[NM], Scaling]:
-        first, x = NM.from_dense(self._first.codes), self._input
-        count = cold_copies(first.shape, _STORED_BITS_A_WEIGHT, self.device)
+        first, x = NM.from_dense(self.first.codes), self.input
         copies = [
             NM(first.shape, first.values.clone(), first.meta.clone(), first.pattern)
-            for _ in range(count - 1)
+            for _ in range(self.copies - 1)
         ]
-        return x.codes, [first, *copies], self._scaling(self._group_scales(self._first), x)
+        return x.codes, [first, *copies], self._scaling(self._group_scales(self.first), x)
