@@ -139,6 +139,7 @@ def test_dense_is_told_where_it_was_measured_to_win(run_json: Callable[..., Any]
         ("float8_e4m3fn", (), "promoted"),
         ("float8_e4m3fn", ("--sums", "fast"), "fast"),
         ("float8_e4m3fn", ("--grouped",), "grouped"),
+        ("float8_e4m3fn/int4", (), "promoted"),
     ],
 )
 def test_codes_have_their_own_tiles_floors_and_reasons(
@@ -147,20 +148,22 @@ def test_codes_have_their_own_tiles_floors_and_reasons(
     asked = ("explain", "--shape", "4096x4096", "--tokens", 4096, "--dtype", dtype, *words)
     told = run_json(*asked)["planned"]
     assert (told["dtype"], told["sums"], told["runs"]) == (dtype, sums, "kernel")
-    numbers = Numbers(dtype, dtype, "bfloat16", sums == "promoted", sums == "grouped")
+    w, _, x = dtype.partition("/")
+    promoted, grouped = sums in ("promoted", "grouped"), sums == "grouped"
+    numbers = Numbers(w, x or w, "bfloat16", promoted, grouped)
     problem = Problem(4096, 4096, 4096)
     ordered = candidates_scaled(problem, numbers, 132)
     assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == [
         each.name for each in ordered[:4]
     ]
-    leaves = sums in ("promoted", "grouped")
-    assert told["tile"]["predicted_us"] == predicted_us(ordered[0], problem, 132, promoted=leaves)
+    assert told["tile"]["predicted_us"] == predicted_us(ordered[0], problem, 132, promoted=promoted)
     # Half of the codes, 2 bits of index for each, a scale a row or group (those in 16 bits); codes
     # of x with a scale each; 16-bit results.
     weight = 4096 * 4096 // 2 * 10 // 8 + (4096 * 32 * 2 if sums == "grouped" else 4096 * 4)
     floor = told["floor"]
-    assert floor["bytes"] == weight + 4096 * 4096 + 4096 * 4 + 4096 * 4096 * 2
-    peak = H200.sparse_peak[dtype].sustained
+    codes = 4096 * 4096 // (2 if x else 1)
+    assert floor["bytes"] == weight + codes + 4096 * 4 + 4096 * 4096 * 2
+    peak = H200.sparse_peak[w].sustained
     assert floor["operations_us"] == pytest.approx(1e6 * 2 * 4096**3 / peak)
     assert "a gradient is to be kept" in told["dense_runs_when"]
     assert any("8 bits has the constants of 16" in each for each in told["notes"])

@@ -40,11 +40,13 @@ from hopsparse.tune import Machine, Measured, Store, machine_of, tune
 OUT, K, TOKENS = 512, 512, 100
 PROBLEM = Problem(TOKENS, OUT, K)
 FP8 = "float8_e4m3fn"
+DTYPES = {"int8": torch.int8, FP8: torch.float8_e4m3fn}
 KINDS = {
     "int8": numbers_for("int8"),
     "promoted": numbers_for(FP8),
     "fast": numbers_for(FP8, "fast"),
     "grouped": numbers_for(FP8, grouped=True),
+    "int4": numbers_for(f"{FP8}/int4"),
 }
 EVERY_KIND = pytest.mark.parametrize("numbers", KINDS.values(), ids=KINDS)
 
@@ -71,14 +73,16 @@ def refuse_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_cache.KernelCache, "get", refuse)
 
 
-def weight(dtype: torch.dtype, device: torch.device) -> NM:
+def weight(numbers: Numbers, device: torch.device) -> NM:
     dense = magnitude(torch.randint(-3, 4, (OUT, K), device=device).float(), NMPattern(2, 4))
-    return NM.from_dense(dense.to(dtype))
+    return NM.from_dense(dense.to(DTYPES[numbers.w]))
 
 
-def inputs(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def inputs(tokens: int, numbers: Numbers, device: torch.device) -> Tensor:
     """Small integers: every tile gives the same bits."""
-    return torch.randint(-2, 3, (tokens, K), device=device).to(dtype)
+    if numbers.widens:
+        return torch.randint(-128, 128, (tokens, K // 2), device=device).to(torch.int8)
+    return torch.randint(-2, 3, (tokens, K), device=device).to(DTYPES[numbers.x])
 
 
 @EVERY_KIND
@@ -93,14 +97,13 @@ def test_every_tile_is_right_and_the_winner_is_what_runs(
     assert all(0 < each.us < 1000 for each in ranking.measured.values())
 
     tile = scaled_versions(numbers)[ranking.order[0]]
-    dtype = torch.int8 if numbers.w == "int8" else torch.float8_e4m3fn
     groups = torch.ones(OUT, K // 128, device=device) if numbers.grouped else None
     scaling = Scaling(w=groups, sums="promoted" if numbers.promoted else "fast")
-    w = weight(dtype, device)
+    w = weight(numbers, device)
     for tokens in (65, TOKENS, 128):
-        told = plan_scaled(w, inputs(tokens, dtype, device), scaling).describe()
+        told = plan_scaled(w, inputs(tokens, numbers, device), scaling).describe()
         assert f"tile {tile.name}, tuned" in told
-    assert "predicted" in plan_scaled(w, inputs(129, dtype, device), scaling).describe()
+    assert "predicted" in plan_scaled(w, inputs(129, numbers, device), scaling).describe()
     launch = scaled_device._launch(PROBLEM, numbers, "none", False, device.index, None)
     assert launch.config == tile
 
@@ -112,7 +115,7 @@ def test_every_tile_is_right_and_the_winner_is_what_runs(
 def test_a_launch_that_was_planned_before_goes_by_the_new_result(
     here: Machine, device: torch.device
 ) -> None:
-    w, x = weight(torch.int8, device), inputs(TOKENS, torch.int8, device)
+    w, x = weight(KINDS["int8"], device), inputs(TOKENS, KINDS["int8"], device)
     y = spmm_nm_scaled(w, x)
     assert "predicted" in plan_scaled(w, x).describe()
     ranking = tune_scaled(PROBLEM, KINDS["int8"], device=device)
@@ -190,20 +193,20 @@ def test_nothing_is_compiled_or_loaded_after_it_was_prepared(
         name = next(name for name, each in names.items() if each not in chosen)
         key = scaled_key(Problem(40, OUT, K), numbers, here)
         Store.default().put(key, {name: Measured(1.0, 1.0, 1.0)})
-    dtype = torch.int8 if numbers.w == "int8" else torch.float8_e4m3fn
-    w = weight(dtype, device)
+    w = weight(numbers, device)
     groups = torch.ones(OUT, K // 128, device=device) if numbers.grouped else None
     scaling = Scaling(w=groups, sums="promoted" if numbers.promoted else "fast")
-    found = prepare_scaled(w, most, scaling, act=act)
+    x_dtype = torch.int8 if numbers.widens else None
+    found = prepare_scaled(w, most, scaling, x_dtype=x_dtype, act=act)
     assert found
     assert all(each.bits == 8 for each in found)
     refuse_to_compile(monkeypatch)
     for tokens in range(1, most + 1):
-        spmm_nm_scaled(w, inputs(tokens, dtype, device), scaling, act=act)
+        spmm_nm_scaled(w, inputs(tokens, numbers, device), scaling, act=act)
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "int8/int8:static"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8/int4", "int8/int8:static"])
 def test_a_layer_of_codes_is_prepared_with_what_rounds_its_inputs(
     scheme: str, here: Machine, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

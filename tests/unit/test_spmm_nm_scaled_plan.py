@@ -43,6 +43,7 @@ KINDS = {
     f"{FP8} promoted": numbers_for(FP8),
     f"{FP8} fast": numbers_for(FP8, "fast"),
     f"{FP8} grouped": numbers_for(FP8, grouped=True),
+    f"{FP8}/int4 promoted": numbers_for(f"{FP8}/int4"),
 }
 EVERY_KIND = pytest.mark.parametrize("numbers", KINDS.values(), ids=KINDS)
 

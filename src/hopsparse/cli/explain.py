@@ -29,7 +29,10 @@ class Explain:
     shape: Annotated[str, typer.Option(metavar="OUTxK", help="The layer.")]
     tokens: Annotated[int, typer.Option(help="Rows of x.")]
     dtype: Annotated[
-        str, typer.Option(help="bfloat16 or float16; int8 or float8_e4m3fn for codes.")
+        str,
+        typer.Option(
+            help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x)."
+        ),
     ] = "bfloat16"
     sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (
         "promoted"

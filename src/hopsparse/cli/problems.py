@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from ..measure.suite import Problem
     from ..ops.spmm_nm.kernel import Numbers
 
-#: Dtypes of codes.
-CODES = ("int8", "float8_e4m3fn")
+#: Dtypes of codes, those of x behind a stroke where they are others.
+CODES = ("int8", "float8_e4m3fn", "float8_e4m3fn/int4")
 _PROMOTED = "promoted"
 
 # More digits than any size has: Python refuses to read thousands of them.

@@ -55,8 +55,8 @@ class Tune:
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="bfloat16 or float16; int8 or float8_e4m3fn for codes; bfloat16, or those of the "
-            "model or the suite."
+            help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x); "
+            "bfloat16, or those of the model or the suite."
         ),
     ] = None
     sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from .tune import Tune
 
 _KERNEL_DTYPES = ("bfloat16", "float16")
-_CODES_OF = {"int8": "int8", "fp8": "float8_e4m3fn"}
+# By scheme of weights and of inputs.
+_CODES_OF = {
+    ("int8", "int8"): "int8",
+    ("fp8", "fp8"): "float8_e4m3fn",
+    ("fp8", "int4"): "float8_e4m3fn/int4",
+}
 _PATTERNS = ("2:4", "1:4")
 #: Without token counts all classes up to it are tuned.
 MOST_TOKENS = 4096
@@ -82,7 +87,7 @@ def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]
     Args:
         model: A checkpoint that hopsparse wrote.
         dtype: What it will be loaded in; None is as it is stored. Layers of 8-bit codes have the
-            dtype of their codes, whatever it is loaded in; `int8` or `float8_e4m3fn`: those alone.
+            dtype of their codes, whatever it is loaded in; one of `CODES`: those alone.
 
     Raises:
         ArgumentError: It has none.
@@ -116,7 +121,5 @@ def _kind_of(entry: ModuleEntry, dtype: str | None) -> str | None:
         kind = dtype or entry.dtype
         return kind if kind in _KERNEL_DTYPES else None
     scheme = parse_scheme(entry.scheme)
-    if scheme.weights != scheme.activations or scheme.group:
-        return None
-    codes = _CODES_OF.get(scheme.weights)
+    codes = None if scheme.group else _CODES_OF.get((scheme.weights, scheme.activations))
     return codes if dtype not in CODES or dtype == codes else None

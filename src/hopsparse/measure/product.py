@@ -32,6 +32,7 @@ _PATHS = {
     ("int4", "int4"): "int8",
     ("fp8", "fp8"): "float8_e4m3fn",
     ("int4", "fp8"): "float8_e4m3fn",
+    ("fp8", "int4"): "float8_e4m3fn",
 }
 # A product with fewer output tiles than SMs leaves SMs idle; 64 x 64 is the smallest tile whose
 # wgmma instruction still runs at a useful rate.

@@ -124,6 +124,11 @@ class SummedProblem(CodedProblem):
     sums: str = "promoted"
     grouped: bool = False
 
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {
+        **CodedProblem.DTYPES,
+        "float8_e4m3fn/int4": torch.float8_e4m3fn,  # of w / of x
+    }
+
 
 def coded_suite(name: str, dtype: str, scaling: str = "none") -> tuple[CodedProblem, ...]:
     """The layers and tokens of a suite in 8 bits.

@@ -14,15 +14,21 @@ from ..ops.spmm_nm.scaled import plan_scaled
 from ..ops.spmm_nm.scaled_ahead import prepare_scaled
 from ..quant import fake_inputs, round_inputs
 
-_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_CODES: dict[str, torch.dtype | str] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": "int4",
+}
+# Weights and inputs that one kernel multiplies.
+_PAIRS = {("int8", "int8"), ("fp8", "fp8"), ("fp8", "int4")}
 _PATTERNS = ("2:4", "1:4")
 
 
 def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
     """Whether a layer runs the kernels of 8 bits.
 
-    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, w a scale a row, and
-    nothing a gradient.
+    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, or inputs 4 beside fp8, w
+    a scale a row, and nothing a gradient.
 
     Args:
         form: The weight; its tensors are not read.
@@ -30,7 +36,9 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
         bias: Of the layer.
     """
     scheme = form.scheme
-    if scheme.weights != scheme.activations or scheme.weights not in _CODES or scheme.group:
+    if (scheme.weights, scheme.activations) not in _PAIRS or scheme.group:
+        return False
+    if scheme.activations == "int4" and form.shape[1] % 2:
         return False
     if not x.is_cuda or not is_hopper(x.get_device()) or form.codes_format != "nm":
         return False
@@ -63,8 +71,9 @@ def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     """What `product_of_codes` runs; None where a layer does not come to it."""
     if not takes_codes(w, x, bias):
         return None
-    # As many codes as x has entries, of which one is there: a plan reads none.
-    codes = x.new_empty((), dtype=_CODES[w.scheme.activations]).expand(x.shape)
+    # As many codes as x will become, of which one is there: a plan reads none.
+    each = 2 if w.scheme.activations == "int4" else 1
+    codes = x.new_empty((), dtype=_stored(w)).expand(*x.shape[:-1], w.shape[1] // each)
     told = plan_scaled(cast(NM, w.codes()), codes, _scaling(w), out_dtype=x.dtype)
     return Plan("linear", told.name, f"quantize_rows, then {told.why}")
 
@@ -87,11 +96,17 @@ def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
     with torch.no_grad():
         if not takes_codes(w, row[:, :k], bias):
             return False
-        prepare_scaled(codes, max_tokens, _scaling(w), out_dtype=w.dtype)
+        prepare_scaled(codes, max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
         # Rows that start on 16 bytes have another kernel than rows that do not.
         for each in (row[:, :k], row[:, 1:]):
             quantize_rows(each, _CODES[w.scheme.activations], scale=w.tensors.get("input_scale"))
     return True
+
+
+def _stored(w: Quantized) -> torch.dtype:
+    """Dtype of the codes of x; those of 4 bits are two a byte."""
+    kind = _CODES[w.scheme.activations]
+    return torch.int8 if isinstance(kind, str) else kind
 
 
 def _scaling(w: Quantized, x: Tensor | None = None) -> Scaling:

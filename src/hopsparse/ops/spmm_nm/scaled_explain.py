@@ -14,6 +14,7 @@ from .scaled_dispatch import GROUP
 from .scaled_plan import (
     candidates_scaled,
     choose_scaled,
+    codes_of,
     scaled_key,
     scaled_us,
     scaled_versions,
@@ -21,13 +22,13 @@ from .scaled_plan import (
     tuned_scaled,
 )
 
-_SCHEMES = {"int8": "int8", "float8_e4m3fn": "fp8"}
+_SCHEMES = {"int8": "int8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "int4": "int4"}
 
 #: When a layer of codes decodes them: the facts of `scaled.why_no_kernel`, and those of layers.
 CODES_RUN_DENSE_WHEN = (
     "the pattern is neither 2:4 nor 1:4",
     "the GPU is no H100 or H200",
-    "inputs are not rounded to the kind of codes that w has",
+    "inputs are not rounded to the codes of w, or to int4 beside float8_e4m3fn",
     "a row of w has several scales",
     "a gradient is to be kept",
 )
@@ -80,7 +81,7 @@ def explain_scaled(
     product = _product(problem, numbers)
     return Explanation(
         problem=problem,
-        dtype=numbers.w,
+        dtype=codes_of(numbers),
         target=gpu,
         machine=machine,
         chosen=tiles[0],
@@ -97,6 +98,6 @@ def explain_scaled(
 
 def _product(problem: Problem, numbers: Numbers) -> Product:
     """The layer with its scales, and one for each token."""
-    kind = _SCHEMES[numbers.w]
-    scheme = Scheme(kind, GROUP if numbers.grouped else 0, kind)
+    group = GROUP if numbers.grouped else 0
+    scheme = Scheme(_SCHEMES[numbers.w], group, _SCHEMES[numbers.x])
     return Product((problem.out, problem.k), "bfloat16", "nm", "2:4", scheme=str(scheme))

@@ -1,7 +1,8 @@
 """What spmm_nm_scaled runs for a problem: the tile that was tuned for it, else the cost model's.
 
-As plan.py for 16 bits. A winner is of the codes of w and of how sums are taken; results of other
-dtypes, and codes of x in E5M2, take it too: neither changes the main loop.
+As plan.py for 16 bits. A winner is of the codes of w, of whether those of x are widened, and of how
+sums are taken; results of other dtypes, and codes of x in E5M2, take it too: neither changes the
+main loop.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from .cost import Problem, predicted_us, suits
 from .kernel import Config, Numbers, fold_of, spec_of_numbers
 from .plan import eight_bit
 
-#: Codes that can be multiplied, and how sums of 8-bit floats are taken.
-CODES = ("int8", "float8_e4m3fn")
+#: Codes that can be multiplied, those of x behind a stroke where they are others; and how sums of
+#: 8-bit floats are taken.
+CODES = ("int8", "float8_e4m3fn", "float8_e4m3fn/int4")
 SUMS = ("promoted", "fast")
 
 # Token counts of every tile, and of every class, are multiples of it.
@@ -30,7 +32,7 @@ def numbers_for(dtype: str, sums: str = "promoted", *, grouped: bool = False) ->
     """What a product of codes computes with, its result in bfloat16.
 
     Args:
-        dtype: Of the codes: `int8` or `float8_e4m3fn`.
+        dtype: One of `CODES`.
         sums: Of 8-bit floats, `promoted` or `fast`; those of integers are exact.
         grouped: w has a scale for each 128 columns.
 
@@ -44,7 +46,7 @@ def numbers_for(dtype: str, sums: str = "promoted", *, grouped: bool = False) ->
     if dtype not in CODES or sums not in SUMS:
         raise ArgumentError(
             f"codes of {dtype}, sums {sums!r}",
-            need=f"{' or '.join(CODES)}; {' or '.join(SUMS)}",
+            need=f"{', '.join(CODES)}; {' or '.join(SUMS)}",
             hint="float8_e4m3fn, promoted",
         )
     if grouped and dtype == "int8":
@@ -53,7 +55,8 @@ def numbers_for(dtype: str, sums: str = "promoted", *, grouped: bool = False) ->
             need="8-bit floats, whose sums are no integers",
             hint="one scale a row",
         )
-    return Numbers(dtype, dtype, "bfloat16", dtype != "int8" and sums == "promoted", grouped)
+    w, _, x = dtype.partition("/")
+    return Numbers(w, x or w, "bfloat16", w != "int8" and sums == "promoted", grouped)
 
 
 def sums_of(numbers: Numbers) -> str:
@@ -61,6 +64,11 @@ def sums_of(numbers: Numbers) -> str:
     if numbers.w == "int8":
         return "exact"
     return "grouped" if numbers.grouped else "promoted" if numbers.promoted else "fast"
+
+
+def codes_of(numbers: Numbers) -> str:
+    """The one of `CODES` that is multiplied."""
+    return f"{numbers.w}/{numbers.x}" if numbers.widens else numbers.w
 
 
 def kind_of(numbers: Numbers) -> str:
@@ -71,7 +79,7 @@ def kind_of(numbers: Numbers) -> str:
         ('int8', 'float8_e4m3fn fast')
     """
     sums = sums_of(numbers)
-    return numbers.w if sums == "exact" else f"{numbers.w} {sums}"
+    return codes_of(numbers) if sums == "exact" else f"{codes_of(numbers)} {sums}"
 
 
 def scaled_us(
@@ -199,8 +207,8 @@ def scaled_versions(numbers: Numbers, configs: Sequence[Config] | None = None) -
 
 
 def _standing(numbers: Numbers) -> Numbers:
-    """What is measured for all dtypes of x and of the result."""
-    return replace(numbers, x=numbers.w, out="bfloat16")
+    """What is measured for all dtypes of the result, and for E5M2 too."""
+    return replace(numbers, x=numbers.x if numbers.widens else numbers.w, out="bfloat16")
 
 
 def _plain(config: Config, numbers: Numbers) -> KernelSpec:

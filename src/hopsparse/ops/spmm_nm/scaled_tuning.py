@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...formats.nm import NM
+from ...formats.quantized import pack_nibbles
 from ...measure.clock import Contender, gpu, time_side_by_side
 from ...measure.coded_contest import CodedReference
 from ...measure.codes import (
@@ -41,6 +42,7 @@ from .scaled_plan import candidates_scaled, scaled_key, scaled_versions, sums_of
 from .tuning import measured_problem
 
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+_LARGEST_INT4, _WIDENED = 7.0, 2.0**9
 _STORED_BITS_A_WEIGHT = 5  # 2:4 in 8 bits: half the values, and 2 bits of index for each
 
 
@@ -175,7 +177,7 @@ class CodesLayer:
         grouped = self.numbers.grouped
         columns = scale.repeat_interleave(GROUP, 1)[:, : self.problem.k] if grouped else scale
         wide = (w.codes.float() * columns).bfloat16(), (x.codes.float() * x.scale).bfloat16()
-        return Codes(NM.from_dense(w.codes), x.codes, self._scaling(scale, x), *wide)
+        return Codes(NM.from_dense(w.codes), self._stored(x), self._scaling(scale, x), *wide)
 
     @property
     def _summed(self) -> str:
@@ -205,10 +207,21 @@ class CodesLayer:
 
     @cached_property
     def input(self) -> CodedInput:
-        """What it is timed on."""
+        """What it is timed on, in the dtype of w."""
         generator = torch.Generator(self.device).manual_seed(1)
         shape = (self.problem.tokens, self.problem.k)
-        return random_input(shape, _DTYPES[self.numbers.w], "rows", generator)
+        if not self.numbers.widens:
+            return random_input(shape, _DTYPES[self.numbers.w], "rows", generator)
+        values = torch.randn(shape, generator=generator, device=self.device)
+        scale = values.abs().amax(1, keepdim=True) / _LARGEST_INT4
+        return CodedInput((values / scale).round().to(torch.float8_e4m3fn), scale)
+
+    def _stored(self, x: CodedInput) -> Tensor:
+        """Codes of x as the operator takes them: of 4 bits two a byte."""
+        if not self.numbers.widens:
+            return x.codes
+        nibbles = pack_nibbles(x.codes.to(torch.int8)).view(torch.int8)
+        return nibbles.view(x.codes.shape[0], -1)
 
     @property
     def copies(self) -> int:
@@ -240,7 +253,12 @@ class CodesLayer:
 
     @cached_property
     def _reference(self) -> CodedReference:
-        return CodedReference(self.input, self.first)
+        x = self.input
+        if self.numbers.widens:  # To steps of 2^-9, where a tensor core cuts as for larger numbers.
+            assert x.scale is not None
+            codes = (x.codes.float() / _WIDENED).to(x.codes.dtype)
+            x = CodedInput(codes, x.scale * _WIDENED)
+        return CodedReference(x, self.first)
 
     def _timed(self, ready: Mapping[str, Ready], seconds: float) -> list[Timing]:
         contenders = [Contender(name, each.timed) for name, each in ready.items()]
@@ -254,4 +272,4 @@ class CodesLayer:
             NM(first.shape, first.values.clone(), first.meta.clone(), first.pattern)
             for _ in range(self.copies - 1)
         ]
-        return x.codes, [first, *copies], self._scaling(self._group_scales(self.first), x)
+        return self._stored(x), [first, *copies], self._scaling(self._group_scales(self.first), x)
