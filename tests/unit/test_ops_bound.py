@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopsparse.measure.error import gamma, product_bound, unit_roundoff
+from hopsparse.measure.error import (
+    gamma,
+    product_bound,
+    rounded_bound,
+    swiglu_bound,
+    unit_roundoff,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -38,3 +44,38 @@ def test_exact_inputs_leave_only_the_output_rounding() -> None:
 
 def test_gamma_gives_up_where_no_digit_is_left() -> None:
     assert gamma(512, torch.bfloat16) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_the_nearest_code_is_within_its_bound_and_the_next_is_not(dtype: torch.dtype) -> None:
+    largest = 127 if dtype == torch.int8 else 448
+    values = torch.linspace(-largest, largest, 100_003, dtype=torch.float64)
+    values = torch.cat([values, torch.linspace(-0.1, 0.1, 10_001, dtype=torch.float64)])
+    floats = values.float()
+    codes = (floats.round() if dtype == torch.int8 else floats).to(dtype)
+    bound = rounded_bound(values, dtype)
+    assert ((values - codes.double()).abs() <= bound).all()
+    # Where a value is a code, no other code is within it; but at a power of two the one towards
+    # zero, half as far as the other one.
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    every = every[every.isfinite()].unique()
+    single = torch.frexp(every).mantissa.abs() != 0.5
+    bound = rounded_bound(every, dtype)
+    assert (every.diff() > bound[:-1])[single[:-1]].all()
+    assert (every.diff() > bound[1:])[single[1:]].all()
+
+
+def test_swiglu_of_sides_that_are_off_is_within_its_bound() -> None:
+    torch.manual_seed(0)
+    gate, up = 6 * torch.randn(2, 4096).double()
+    off = 2.0 ** torch.randint(-20, -3, (2, 4096)).double()
+    right = torch.nn.functional.silu(gate) * up
+    signs = torch.randint(0, 2, (2, 4096)) * 2 - 1
+    moved = [side + sign * each for side, sign, each in zip((gate, up), signs, off, strict=True)]
+    y = torch.nn.functional.silu(moved[0].float()) * moved[1].float()
+    bound = swiglu_bound(gate, up, off[0], off[1])
+    assert ((y.double() - right).abs() <= bound).all()
+    # It grows with what the sides are off by, and is nothing much without.
+    assert (bound > swiglu_bound(gate, up, 0 * off[0], 0 * off[1])).all()
+    tight = swiglu_bound(gate, up, 0 * off[0], 0 * off[1])
+    assert (tight <= 1e-5 * (right.abs() + 1e-30)).all()

@@ -123,6 +123,54 @@ def gated_bound(gate: Tensor) -> Tensor:
     return units * unit_roundoff(torch.float32) * (1 + 2**-16)
 
 
+def swiglu_bound(gate: Tensor, up: Tensor, gate_off: Tensor, up_off: Tensor) -> Tensor:
+    """Largest possible error of silu(gate) * up in float32, of sides that are off by so much.
+
+    silu is no steeper than 1.0999.
+
+    Args:
+        gate: Exact, magnitudes below 87.
+        up: Exact, as gate.
+        gate_off: Largest error of what stands for gate, as gate.
+        up_off: That of up.
+
+    Returns:
+        float64, as gate.
+
+    Example:
+        >>> one, none = torch.ones(1), torch.zeros(1)
+        >>> bool(swiglu_bound(one, one, none, none) < 1e-5)
+        True
+    """
+    gate, up, gate_off, up_off = (each.double() for each in (gate, up, gate_off, up_off))
+    silu = torch.nn.functional.silu(gate).abs()
+    moved = 1.1 * gate_off * (up.abs() + up_off) + silu * up_off
+    return moved + gated_bound(gate.abs() + gate_off) * (silu * up.abs() + moved)
+
+
+def rounded_bound(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Largest distance of numbers to the nearest code of 8 bits, after a division in float32.
+
+    Args:
+        values: What is rounded, of no larger magnitude than the largest code.
+        dtype: int8 or float8_e4m3fn.
+
+    Returns:
+        float64, as values.
+
+    Example:
+        >>> 4 < rounded_bound(torch.tensor([100.0]), torch.float8_e4m3fn).item() < 4.001
+        True
+    """
+    size = values.double().abs()
+    divided = gamma(4, torch.float32) * size  # a reciprocal, of a quotient, and a product
+    if not dtype.is_floating_point:
+        return divided + 0.5
+    # Half of the spacing is the unit roundoff of the power of two below.
+    exponent = torch.frexp((size + divided).clamp(min=torch.finfo(dtype).smallest_normal)).exponent
+    return divided + unit_roundoff(dtype) * torch.exp2(exponent.double() - 1)
+
+
 def finish_bound(size: Tensor, result: Tensor, residual: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Largest possible error of act(scales * sum + bias) + residual of an exact sum, in float32.
 
