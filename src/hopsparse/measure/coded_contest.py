@@ -30,6 +30,7 @@ from .contest import Layer, Way, prepared
 from .error import PROMOTED_COLUMNS, fp8_sum_bound, scaled_bound
 from .peers import Product
 from .reference import cold_copies, one_of_each_block
+from .suite import CodedProblem, Problem
 
 _STORED_BITS_A_WEIGHT = 5  # 2:4 in 8 bits: half the values, and an eighth of 8 bits
 
@@ -208,6 +209,19 @@ class CodedLayer(Layer):
         generator = torch.Generator(self.device).manual_seed(seed)
         k = self.weights[0].codes.shape[1]
         return random_input((tokens, k), self.dtype, self.scaling, generator)
+
+
+def layer_for(problem: Problem, ways: Sequence[Way]) -> Layer:
+    """A random layer of the sides, dtype and scaling of a problem, prepared in every way.
+
+    Raises:
+        UnsupportedError: There is no GPU.
+        GpuLostError: A kernel of a way failed; it names the way.
+    """
+    shape, dtype = (problem.out, problem.k), problem.torch_dtype
+    if isinstance(problem, CodedProblem):
+        return CodedLayer.drawn(shape, dtype, problem.scaling, ways)
+    return Layer.random(shape, dtype, ways)
 
 
 def _taken(codes: Tensor, index: Tensor | None) -> Tensor:
