@@ -27,10 +27,11 @@ from hopsparse.measure import record
 from hopsparse.measure.coded_contest import CodedReference
 from hopsparse.measure.coded_peers import CodedCuSPARSELt, FastestCoded
 from hopsparse.measure.codes import SCALINGS, CodedInput, random_input, random_weight
-from hopsparse.measure.cusparselt import Algorithm
+from hopsparse.measure.cusparselt import Algorithm, check_available
 from hopsparse.measure.fault import named, wait_for
 
 DTYPES = {"int8": "exact", "float8_e4m3fn": "fast"}
+CHILD_S = 120.0  # a kernel may hang, too
 Row = dict[str, Any]
 
 
@@ -52,6 +53,7 @@ def main() -> None:
     if options.child:
         try_ids(Attempt(**json.loads(options.child)))
         return
+    check_available()
     tokens = [int(each) for each in options.tokens.split(",")]
     sides = [int(each) for each in options.shape.split("x")]
     facts = record.environment()
@@ -63,9 +65,8 @@ def main() -> None:
         if options.out:
             record.append(options.out, row | facts)
     for dtype in DTYPES:
-        print(
-            dtype, "largest safe id:", largest_safe([row for row in rows if row["dtype"] == dtype])
-        )
+        of_it = [row for row in rows if row["dtype"] == dtype]
+        print(dtype, "largest safe id:", largest_safe(of_it))
 
 
 def tried(attempt: Attempt) -> Row:
@@ -74,10 +75,10 @@ def tried(attempt: Attempt) -> Row:
     `lost` is the id whose kernel failed, or None; `limit` is what cuSPARSELt itself says.
     """
     command = [sys.executable, __file__, "--child", json.dumps(asdict(attempt))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    output, errors = finished(command)
     found: dict[str, list[str]] = {"right": [], "wrong": [], "refused": []}
     begun, limit = None, None
-    for line in done.stdout.splitlines():
+    for line in output.splitlines():
         word, _, what = line.partition(" ")
         if word == "limit":
             limit = int(what)
@@ -87,8 +88,20 @@ def tried(attempt: Attempt) -> Row:
             found[word].append(what)
             begun = None
     lost = None if begun is None else int(begun.split()[0])
-    told = "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
-    return {**asdict(attempt), **found, "lost": lost, "limit": limit, "stderr": told}
+    return {**asdict(attempt), **found, "lost": lost, "limit": limit, "errors": errors}
+
+
+def finished(command: list[str]) -> tuple[str, str]:
+    """What a process wrote, and the end of its errors where it ended badly or not at all."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            output, errors = child.communicate(timeout=CHILD_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, errors = child.communicate()
+    return output, "" if child.returncode == 0 else " ".join(errors.split())[-300:]
 
 
 def largest_safe(rows: list[Row]) -> int | None:
@@ -145,7 +158,7 @@ def parse() -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", default="16,256,4096")
+    parser.add_argument("--tokens", default="16,4096")
     parser.add_argument("--shape", default="4096x4096", help="OUTxK")
     parser.add_argument("--most", type=int, default=64, help="ids to try")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -63,8 +63,8 @@ class Energy:
         error: Why there are none, or "".
 
     Example:
-        >>> Energy("dense", (Turn(1000.0, 500.0), Turn(1000.0, 700.0))).joules
-        0.6
+        >>> Energy("dense", (Turn(1000.0, 500.0), Turn(1000.0, 250.0))).joules
+        0.375
     """
 
     name: str
