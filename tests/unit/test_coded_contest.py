@@ -57,6 +57,22 @@ def changed(how: Callable[[Tensor, CodedInput], Tensor], sums: str = "fast") -> 
     return Way("changed", prepare, lambda product, x: "", sums)
 
 
+def test_who_rounds_twice_may_and_who_says_once_may_not() -> None:
+    """Half a unit off, as a result that was rounded on its way may be."""
+    dense = coded_peers(torch.int8)[0]
+
+    def prepare(weight: Any, bias: Tensor | None) -> Callable[[CodedInput], Tensor]:
+        product = dense.prepare(weight, bias)
+        return lambda x: (product(x).float() * (1 + 2**-8)).bfloat16()
+
+    once, twice = (
+        Way("rounds", prepare, lambda product, x: "", "exact", count) for count in (1, 2)
+    )
+    found = excesses(layer_of(torch.int8, "none", [once, twice]))
+    assert found[0] > 1
+    assert found[1] <= 1
+
+
 def shifted(y: Tensor, x: CodedInput) -> Tensor:
     return y.roll(1, 1)
 

@@ -193,7 +193,11 @@ class CodedLayer(Layer):
         return excess
 
     def _is_exact(self, way: Way, x: CodedInput) -> bool:
-        """Whether a way multiplies small integers, as many as x has, bit for bit."""
+        """Whether a way multiplies small integers, as many as x has, bit for bit.
+
+        Who rounds twice is held to two roundings of exact sums: of what is in between, a library
+        may keep more.
+        """
         found = self.exact[list(self.ways).index(way)]
         if isinstance(found, str):
             raise ArgumentError(
@@ -203,7 +207,10 @@ class CodedLayer(Layer):
             )
         integers = integer_input(x, way.sums)
         y = found[0](integers)
-        return CodedReference(integers, self.integer_weights[way.sums]).equals(y)
+        reference = CodedReference(integers, self.integer_weights[way.sums])
+        if way.roundings == 1:
+            return reference.equals(y)
+        return reference.excess(y, "exact", way.roundings) <= 1
 
     def _inputs(self, tokens: int, seed: int) -> CodedInput:
         generator = torch.Generator(self.device).manual_seed(seed)
