@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hopsparse.formats import NM
+from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
 from hopsparse.measure.error import finish_bound, gamma, gated_bound, unit_roundoff
 from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
@@ -34,6 +35,8 @@ KINDS = {
     "fast": (E4M3, Scaling(sums="fast"), Numbers(FP8, FP8, "bfloat16")),
     "promoted": (E4M3, Scaling(), Numbers(FP8, FP8, "bfloat16", promoted=True)),
     "grouped": (E4M3, Scaling(), Numbers(FP8, FP8, "bfloat16", grouped=True)),
+    "int4 fast": (E4M3, Scaling(sums="fast"), Numbers(FP8, "int4", "bfloat16")),
+    "int4 promoted": (E4M3, Scaling(), Numbers(FP8, "int4", "bfloat16", promoted=True)),
 }
 TILES = [
     pytest.param(kind, config, id=f"{kind}-{config.name}")
@@ -44,6 +47,15 @@ TILES = [
 
 def integers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randint(-2, 3, shape, device=device).to(dtype)
+
+
+def inputs(numbers: Numbers, tokens: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x as the kernel reads it, and as what it stands for."""
+    if numbers.x != "int4":
+        x = integers((tokens, k), getattr(torch, numbers.x), device)
+        return x, x
+    codes = torch.randint(-8, 8, (tokens, k), dtype=torch.int8, device=device)
+    return pack_nibbles(codes).view(torch.int8).view(tokens, -1), codes
 
 
 def two_four(out: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,29 +74,29 @@ def test_every_tile_is_exact(kind: str, config: Config, device: torch.device) ->
     dtype, scaling, numbers = KINDS[kind]
     for tokens, out, k in SHAPES:
         torch.manual_seed(tokens)
-        dense, x = two_four(out, k, dtype, device), integers((tokens, k), dtype, device)
+        dense, (x, right) = two_four(out, k, dtype, device), inputs(numbers, tokens, k, device)
         wide = dense.double()
         if numbers.grouped:
             scale = 2.0 ** torch.randint(-1, 2, (out, -(-k // 128)), device=device)
             scaling = replace(scaling, w=scale)
             wide = wide * scale.repeat_interleave(128, 1)[:, :k]
         y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, out_dtype=torch.float32, config=config)
-        assert torch.equal(y.double(), x.double() @ wide.T), (tokens, out, k)
+        assert torch.equal(y.double(), right.double() @ wide.T), (tokens, out, k)
 
 
 @pytest.mark.parametrize(("kind", "config"), TILES[::5])
 def test_16_bit_results_leave_by_lines(kind: str, config: Config, device: torch.device) -> None:
-    dtype, scaling, _ = KINDS[kind]
+    dtype, scaling, numbers = KINDS[kind]
     for tokens, out, k in SHAPES:
         torch.manual_seed(out)
-        dense, x = two_four(out, k, dtype, device), integers((tokens, k), dtype, device)
+        dense, (x, right) = two_four(out, k, dtype, device), inputs(numbers, tokens, k, device)
         scaling = replace(
             scaling,
             w=2.0 ** torch.randint(-1, 2, (out, 1), device=device),
             x=2.0 ** torch.randint(-1, 2, (tokens, 1), device=device),
         )
         y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, config=config)
-        expected = exact(x, dense) * scaling.x.double() * scaling.w.double().T
+        expected = exact(right, dense) * scaling.x.double() * scaling.w.double().T
         assert torch.equal(y, expected.bfloat16()), (tokens, out, k)
 
 
@@ -213,6 +225,27 @@ def test_transposed_strided_and_unaligned_x(device: torch.device) -> None:
         y = spmm_nm_scaled(w, x, out_dtype=torch.int32)
         assert torch.equal(y.double(), exact(x, dense))
     assert spmm_nm_scaled(w, integers((0, 260), torch.int8, device)).shape == (0, 72)
+
+
+def test_every_code_of_4_bits_in_every_place(device: torch.device) -> None:
+    """One column of w at a time: what comes out is that column of x."""
+    k = 256
+    codes = (torch.arange(16, device=device)[:, None] + torch.arange(k, device=device)) % 16 - 8
+    x = pack_nibbles(codes.to(torch.int8)).view(torch.int8).view(16, -1)
+    w = NM.from_dense(torch.eye(k, device=device).to(E4M3))
+    for sums in ("promoted", "fast"):
+        y = spmm_nm_scaled(w, x, Scaling(sums=sums), out_dtype=torch.float32)
+        assert torch.equal(y, codes.float())
+
+
+def test_strided_and_unaligned_x_of_4_bits(device: torch.device) -> None:
+    w = NM.from_dense(two_four(72, 260, E4M3, device))
+    for tokens, start, row in ((9, 0, 130), (9, 16, 160), (9, 7, 200), (1, 3, 133)):
+        whole = torch.randint(-128, 128, (tokens, row), dtype=torch.int8, device=device)
+        x = whole[:, start : start + 130]
+        right = unpack_nibbles(x.contiguous().view(torch.uint8), (tokens, 260))
+        y = spmm_nm_scaled(w, x, out_dtype=torch.float32)
+        assert torch.equal(y.double(), exact(right, w.to_dense()))
 
 
 def test_a_graph_captures_it(device: torch.device) -> None:

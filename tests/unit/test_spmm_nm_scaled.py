@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM
+from hopsparse.formats.quantized import pack_nibbles
 from hopsparse.measure.error import gated_bound
 from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import Problem
@@ -60,6 +61,32 @@ def test_floats_of_8_bits_are_multiplied_and_scaled(x_dtype: torch.dtype) -> Non
     assert torch.equal(
         y.double(), (exact(w, x) * scales + bias.double()).relu() + residual.double()
     )
+
+
+@pytest.mark.parametrize("k", [272, 34])
+def test_x_of_4_bits_is_two_codes_a_byte(k: int) -> None:
+    wide = torch.randint(-8, 8, (2, TOKENS, k), dtype=torch.int8)
+    wide[0, 0] = -8
+    x = pack_nibbles(wide).view(torch.int8).view(2, TOKENS, k // 2)
+    dense = codes((OUT, k), E4M3, 8).float()
+    dense[:, 1::2] = 0
+    w = NM.from_dense(dense.to(E4M3))
+    scale = 2.0 ** torch.randint(-3, 4, (2, TOKENS, 1))
+    y = spmm_nm_scaled(w, x, Scaling(x=scale), out_dtype=torch.float32)
+    assert torch.equal(y.double(), exact(w, wide) * scale.double())
+    made = torch.compile(
+        lambda x: spmm_nm_scaled(w, x, Scaling(x=scale), out_dtype=torch.float32),
+        backend="eager",
+        fullgraph=True,
+    )
+    assert torch.equal(made(x), y)
+
+
+def test_rows_of_int8_whose_sums_may_leave_int32_are_refused() -> None:
+    k = 2**18
+    w = NM.from_dense(torch.zeros(1, k, dtype=torch.int8))
+    with pytest.raises(UnsupportedError, match="int8 rows of 262144"):
+        spmm_nm_scaled(w, torch.zeros(1, k, dtype=torch.int8))
 
 
 def test_each_group_of_128_columns_has_its_scale() -> None:
@@ -137,6 +164,7 @@ ONE = torch.ones(1)
         ({"x": X.float()}, "x is torch.float32"),
         ({"x": X.to(E4M3)}, "x is torch.float8_e4m3fn"),
         ({"x": X[:, 1:]}, r"x of shape \[5, 271\]"),
+        ({"w": weight(E4M3)}, r"x of shape \[5, 272\], int4 codes two a byte.* / 2\]"),
         ({"scaling": Scaling(w=torch.ones(OUT - 1))}, "scale of w"),
         ({"scaling": Scaling(w=torch.ones(OUT, 3))}, "scale of w"),
         ({"scaling": Scaling(w=ONE.double())}, "scale of w .* of torch.float64"),

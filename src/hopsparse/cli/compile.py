@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,8 +39,7 @@ def run(options: Compile) -> None:
 
     specs = _chosen(options)
     cache, nvrtc, started = KernelCache.default(), nvrtc_version(), time.monotonic()
-    done = {each.spec: each for each in _compiled(cache, specs, options.workers)}
-    built = [done[spec] for spec in specs]
+    built = _compiled(cache, specs, options.workers)
     seconds = time.monotonic() - started
     if options.json:
         print_json(
@@ -81,24 +79,25 @@ def _chosen(options: Compile) -> list[KernelSpec]:
     return [spec for op in wanted for spec in every_spec(op)]
 
 
-def _compiled(cache: KernelCache, specs: list[KernelSpec], workers: int) -> Iterator[Built]:
-    """Compile, and say how far it is; Ctrl-C lets those end that have begun."""
+def _compiled(cache: KernelCache, specs: list[KernelSpec], workers: int) -> list[Built]:
+    """Compile all, and say how far it is; Ctrl-C lets those end that have begun."""
     from ..models.options import Progress
     from .progress import progress_shown
 
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
+    done: dict[KernelSpec, Built] = {}
     try:
         with closing(cache.compile_all(specs, workers)) as running, progress_shown() as show:
-            for each in running:
-                done += 1
-                left = (time.monotonic() - started) / done * (len(specs) - done)
-                label = f"{each.spec.op}/{each.spec.name}"
-                show(Progress("compile", done, len(specs), label, left))
-                yield each
+            for built in running:
+                done[built.spec] = built
+                left = (time.monotonic() - started) / len(done) * (len(specs) - len(done))
+                label = f"{built.spec.op}/{built.spec.name}"
+                show(Progress("compile", len(done), len(specs), label, left))
     except KeyboardInterrupt:
-        told = f"{done} of {len(specs)} kernels were ready and stay in {cache.folder}."
+        told = f"{len(done)} of {len(specs)} kernels were ready and stay in {cache.folder}."
         stderr().print(told, markup=False, soft_wrap=True)
         raise
+    return [done[spec] for spec in specs]
 
 
 def _facts(built: Built) -> dict[str, Any]:

@@ -12,15 +12,21 @@ from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
 from ..ops._product import is_hopper
 from ..quant import fake_inputs, round_inputs
 
-_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_CODES: dict[str, torch.dtype | str] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": "int4",
+}
+# Weights and inputs that one kernel multiplies.
+_PAIRS = {("int8", "int8"), ("fp8", "fp8"), ("fp8", "int4")}
 _PATTERNS = ("2:4", "1:4")
 
 
 def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
     """Whether a layer runs the kernels of 8 bits.
 
-    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, w a scale a row, and
-    nothing a gradient.
+    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, or inputs 4 beside fp8, w
+    a scale a row, and nothing a gradient.
 
     Args:
         form: The weight; its tensors are not read.
@@ -28,7 +34,9 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
         bias: Of the layer.
     """
     scheme = form.scheme
-    if scheme.weights != scheme.activations or scheme.weights not in _CODES or scheme.group:
+    if (scheme.weights, scheme.activations) not in _PAIRS or scheme.group:
+        return False
+    if scheme.activations == "int4" and form.shape[1] % 2:
         return False
     if not x.is_cuda or not is_hopper(x.get_device()) or form.codes_format != "nm":
         return False

@@ -44,7 +44,9 @@ def launch_registers(threads: int, target: Target = TARGETS["h200"]) -> int:
     return _whole_steps(target.registers_per_sm // threads)
 
 
-def warpgroup_registers(consumers: int, target: Target = TARGETS["h200"]) -> tuple[int, int]:
+def warpgroup_registers(
+    consumers: int, target: Target = TARGETS["h200"], *, least: int = LEAST_REGISTERS
+) -> tuple[int, int]:
     """Registers a thread of the producer and of a consumer warpgroup keeps after setmaxnreg.
 
     Consumers get equal shares of what the block has at launch, less the least that a producer may
@@ -53,6 +55,7 @@ def warpgroup_registers(consumers: int, target: Target = TARGETS["h200"]) -> tup
     Args:
         consumers: Warpgroups beside the one producer, 1 to 4.
         target: The GPU.
+        least: What the producer needs, a multiple of 8; one that only starts copies needs no more.
 
     Raises:
         ArgumentError: Another number of warpgroups.
@@ -60,6 +63,8 @@ def warpgroup_registers(consumers: int, target: Target = TARGETS["h200"]) -> tup
     Example:
         >>> [warpgroup_registers(consumers) for consumers in (1, 2, 3, 4)]
         [(40, 240), (24, 240), (32, 160), (32, 112)]
+        >>> warpgroup_registers(2, least=72)
+        (72, 216)
     """
     if not 1 <= consumers <= 4:
         raise ArgumentError(
@@ -67,9 +72,9 @@ def warpgroup_registers(consumers: int, target: Target = TARGETS["h200"]) -> tup
         )
     warpgroups = consumers + 1
     pool = warpgroups * launch_registers(WARPGROUP * warpgroups, target)
-    share = _whole_steps((pool - LEAST_REGISTERS) // consumers)
+    share = _whole_steps((pool - least) // consumers)
     consumer = min(MOST_REGISTERS, share)
-    return min(_PRODUCER_REGISTERS, pool - consumers * consumer), consumer
+    return min(max(least, _PRODUCER_REGISTERS), pool - consumers * consumer), consumer
 
 
 def check(spec: KernelSpec, target: Target, registers: Sequence[int] = ()) -> None:

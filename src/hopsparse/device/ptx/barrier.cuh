@@ -46,6 +46,11 @@ __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
+// What this thread wrote to shared memory is there for wgmma of whoever passes a barrier after it.
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -18,3 +18,16 @@ __device__ __forceinline__ Piece load_if(bool inside, const u8* from) {
       : "l"(from), "r"(u32(inside)));
   return p;
 }
+
+// The same where it stands: loads of data that is used much later start before what follows them.
+__device__ __forceinline__ Piece load_here_if(bool inside, const u8* from) {
+  Piece p;
+  asm volatile(
+      "{.reg .pred inside;\n"
+      "setp.ne.u32 inside, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@inside ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "=&r"(p.word[0]), "=&r"(p.word[1]), "=&r"(p.word[2]), "=&r"(p.word[3])
+      : "l"(from), "r"(u32(inside)));
+  return p;
+}

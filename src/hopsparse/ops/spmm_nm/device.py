@@ -28,7 +28,17 @@ from ...launch import (
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
-from .kernel import PANEL, SCALARS, WORD, Config, Numbers, fold_of, spec_of_numbers, stores_directly
+from .kernel import (
+    MAP_BYTES,
+    PANEL,
+    SCALARS,
+    WORD,
+    Config,
+    Numbers,
+    fold_of,
+    spec_of_numbers,
+    stores_directly,
+)
 from .plan import Problem, choose
 
 _RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
@@ -90,7 +100,7 @@ class Launch:
     kernel: Kernel
     config: Config
     problem: Problem
-    element: Element
+    element: Element | None  # of x; None where no map of it is loaded by
     grid: int
     sizes: tuple[int, int, int, int, int, int, int]
 
@@ -135,7 +145,7 @@ class Launch:
         Args:
             stream: Handle of the stream.
             addresses: Of x, values, meta and y.
-            row: Elements from one token of x to the next.
+            row: Elements from one token of x to the next; bytes where it has 4 bits.
             added: Addresses of bias and residual, 0 where there is none.
             alpha: What the sum is multiplied by.
             scales: Of an 8-bit product.
@@ -158,11 +168,17 @@ class Launch:
         # Beyond float32 it is infinite, as on the CPU.
         factors = ctypes.c_float(alpha).value, scales.out_multiplier
         layout = scales.groups, scales.x_step
-        scalars = SCALARS.pack(y, *added, scales.w, scales.x, *factors, *self.sizes, *layout)
+        codes = (0, 0, 0)
+        if self.element is None:
+            codes = (x, row, -(-self.problem.k // 32) * 16)
+        pointers = (y, *added, scales.w, scales.x, codes[0])
+        scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout, *codes[1:])
         maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
         return self.kernel.bind(self.grid, b"".join((*maps, scalars)), stream)
 
     def _x_map(self, address: int, row: int) -> bytes:
+        if self.element is None:
+            return bytes(MAP_BYTES)
         p, box = self.problem, (self.config.columns // self.config.units, self.sizes[6])
         pitch = row * self.element.bytes
         return encode(address, self.element, (p.k, p.tokens), (pitch,), box, swizzle=128)
@@ -276,7 +292,7 @@ def planned(
         kernel,
         config,
         problem,
-        ELEMENTS[numbers.x],
+        ELEMENTS.get(numbers.x),
         clusters * config.cluster,
         (*sizes, group, rows_of_x(config, problem.tokens)),
     )
@@ -294,10 +310,17 @@ def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def rows_for_tma(x: Tensor) -> Tensor:
-    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already."""
+def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
+    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
+
+    Args:
+        x: [..., k].
+        whole: Whether the last 16 bytes of a row are read whole.
+    """
     rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
     tokens, k = rows.shape
+    if whole and k % atom:
+        return x.new_empty((tokens, -(-k // atom) * atom))[:, :k].copy_(rows)
     strided = rows.stride(0) % atom if tokens > 1 else 0
     if (rows.stride(1) == 1 or k == 1) and not strided and rows.data_ptr() % 16 == 0:
         if tokens > 1 and rows.stride(0) >= k:

@@ -1,11 +1,12 @@
 // y[tokens, out] = act(alpha * x[tokens, k] @ w[out, k]^T + bias) + residual for a packed 2:4 w, of
-// 16 bits, or of 8 with scales of w and of x.
+// 16 bits, or of 8 with scales of w and of x, which may have 4 bits.
 //
 // wgmma.sp wants its sparse operand on the side of M = 64 rows: that is w, so a block computes a
 // tile of y transposed, out-features x tokens, and stores it back transposed.
 //   consumers  Config::kWarpgroups warpgroups, each kPanels panels of 64 out-features x kTokens
 //   producer   one thread, which keeps kStages stages of kUnits units of k filled by TMA; a unit is
-//              128 bytes of a token: kWords times 64 columns, an index word of each for a thread
+//              128 bytes of a token: kWords times 64 columns, an index word of each for a thread;
+//              all its threads where x has 4 bits
 //   cluster    kClusterOut blocks share their tokens, kClusterTokens blocks their weights: each
 //              loads a slice and multicasts it; kClusterK blocks share a tile, each a part of k
 //   grid       persistent; tiles in the order of tile/raster.cuh
@@ -17,15 +18,17 @@
 #include "pipe/ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
+#include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/nibbles.cuh"
 #include "tile/raster.cuh"
 
 namespace spmm_nm {
 
 struct Args {
-  TensorMap x;           // [tokens, k], boxes of x_rows tokens x a unit
+  TensorMap x;           // [tokens, k], boxes of x_rows tokens x a unit; not if Config::kFourX
   TensorMap values;      // [steps, panels, 2048 bytes]
   TensorMap meta;        // [panels, k / 64, 128 words]
   void* y;               // [tokens, out / Config::kFold], contiguous
@@ -33,6 +36,7 @@ struct Args {
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
   const float* w_scale;  // [out, w_groups], or [1] where w_groups is 0; read if Config::kScaled
   const float* x_scale;  // [tokens], or [1] where x_scale_step is 0; read if Config::kScaled
+  const u8* x_codes;     // [tokens, k / 2], rows x_pitch apart, if Config::kFourX
   float alpha;
   float out_multiplier;  // of y in 8 bits, before it is rounded
   int tokens, out;
@@ -41,6 +45,7 @@ struct Args {
   int raster_group;
   int x_rows;  // tokens that a block loads: its slice of a tile, less where x has fewer
   int w_groups, x_scale_step;
+  int x_pitch, x_bytes;  // of x_codes: from row to row, and of a row, both multiples of 16
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
@@ -101,7 +106,7 @@ __device__ __forceinline__ void init_barriers(u32 smem) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
-      mbarrier_init(smem + S::kFullAt + s * 8, 1);
+      mbarrier_init(smem + S::kFullAt + s * 8, C::kFourX ? 1 + 4 : 1);
       mbarrier_init(smem + S::kEmptyAt + s * 8, 4 * C::kWarpgroups * kReaders<C>);
     }
     if constexpr (C::kClusterK > 1) {
@@ -157,7 +162,8 @@ __device__ __forceinline__ Origin origin_of(const Args& args, int index, Place<C
           min(token, max(0, args.tokens - C::kTokens))};
 }
 
-// One stage: this block's slice of what it shares, to all who share it, and its own indices.
+// One stage: this block's slice of what it shares, to all who share it, and its own indices. What
+// has to be widened comes another way.
 template <class C>
 __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> at, u32 stage,
                                            int k, Origin from) {
@@ -165,7 +171,8 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
   constexpr int kSteps = 2 * C::kUnits / C::kClusterTokens;
   const u32 bar = smem + S::kFullAt + stage * 8, x_bytes = args.x_rows * kTokenBytes;
   const int unit = (at.part * args.stages_of_k + k) * C::kUnits;
-  mbarrier_expect(bar, C::kUnits * C::kClusterOut * x_bytes + S::kValues + S::kMeta);
+  const u32 x_in_all = C::kFourX ? 0 : C::kUnits * C::kClusterOut * x_bytes;
+  mbarrier_expect(bar, x_in_all + S::kValues + S::kMeta);
 
   const u32 x = smem + stage * S::kX + at.out * x_bytes;
   const u32 values =
@@ -173,7 +180,7 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
   const int step = 2 * unit + at.tokens * kSteps;
   const int token = from.token + at.out * args.x_rows;
 #pragma unroll
-  for (int u = 0; u < C::kUnits; ++u) {
+  for (int u = 0; u < (C::kFourX ? 0 : C::kUnits); ++u) {
     const u32 to = x + u * C::kTokens * kTokenBytes;
     if constexpr (C::kClusterOut == 1) {
       tma_load(to, args.x, bar, (unit + u) * C::kWords * 64, token);
@@ -314,6 +321,7 @@ __device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem,
 }  // namespace spmm_nm
 
 #include "./epilogue.cuh"
+#include "./four_bits.cuh"
 #include "./promoted.cuh"
 
 namespace spmm_nm {
@@ -386,7 +394,7 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   const Place<C> at(kCluster ? cluster_rank() : 0);
   if (smem % 1024 != 0) __trap();             // swizzled tiles start on 1024 bytes
   if (threadIdx.x == C::kWarpgroups * 128) {  // else the first load waits for them
-    prefetch(args.x);
+    if constexpr (!C::kFourX) prefetch(args.x);
     prefetch(args.values);
     prefetch(args.meta);
   }
@@ -399,7 +407,11 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   const u32 wg = uniform(threadIdx.x / 128);
   if (wg == C::kWarpgroups) {
     keep_registers<C::kProducerRegisters>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) produce<C>(args, smem, at);
+    if constexpr (C::kFourX) {
+      produce_from_four_bits<C>(args, smem, at);
+    } else if (threadIdx.x / 32 % 4 == 0 && elect_one()) {
+      produce<C>(args, smem, at);
+    }
     __syncwarp();
     if constexpr (C::kClusterK > 1) cluster_sync_relaxed();  // that of add_parts
   } else {

@@ -32,6 +32,8 @@ _ACTIVATION = {SWIGLU: "silu"}
 _UNIT_BITS = 1024  # of a token: 64 columns of 16 bits, or 128 of 8
 _SMEM_BYTES = target("h200").smem_per_block
 _MOST_STAGES = 8
+# Of a thread that widens: pieces of 16 bytes of a stage and of the next, and the rest.
+_PIECE_REGISTERS, _WIDENING_REGISTERS = 4, 40
 _MOST_CLUSTER = 8  # more needs a kernel that says so when it is loaded
 
 
@@ -172,10 +174,11 @@ def deepest(config: Config) -> Config:
     return replace(config, stages=min(_MOST_STAGES, config.most_stages))
 
 
-#: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x;
-#: alpha, multiplier of y; tokens, out, stages of k, tiles along out and tokens, raster group, rows
-#: of x; scales a row of w, step of those of x. It is as aligned as the maps.
-SCALARS = Struct("<5Q 2f 9i 44x")
+#: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x,
+#: x of 4 bits; alpha, multiplier of y; tokens, out, stages of k, tiles along out and tokens, raster
+#: group, rows of x; scales a row of w, step of those of x; pitch and bytes of a row of x of 4 bits.
+#: It is as aligned as the maps.
+SCALARS = Struct("<6Q 2f 11i 28x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
@@ -185,7 +188,7 @@ class Numbers:
 
     Attributes:
         w: Of the kept values.
-        x: Of the tokens.
+        x: Of the tokens; `int4` is widened to w's.
         out: Of y.
         promoted: Leave the tensor cores after every stage, to add in float32.
         grouped: w has a scale for every stage of columns; those are promoted too.
@@ -200,8 +203,13 @@ class Numbers:
     @property
     def kind(self) -> str:
         """As `sparse_product` names it."""
-        w, x = _TYPES[self.w], _TYPES[self.x]
+        w, x = _TYPES[self.w], _TYPES[self.w if self.widens else self.x]
         return w if w == x else f"{w}.{x}"
+
+    @property
+    def widens(self) -> bool:
+        """Whether x has 4 bits, which no tensor core multiplies."""
+        return self.x == "int4"
 
     @property
     def bias(self) -> str:
@@ -246,8 +254,8 @@ def spec_of_numbers(
 ) -> KernelSpec:
     """The kernel of a config for any dtypes; the rest is as for `spec_for`."""
     direct = direct or not _has_lines(config, numbers, activation)
-    producer, consumer = warpgroup_registers(config.warpgroups)
-    words = [activation] if activation != "none" else []
+    producer, consumer = _registers(config, numbers)
+    words = ["int4"] * numbers.widens + ([activation] if activation != "none" else [])
     words += [numbers.out] if numbers.scaled or numbers.out != numbers.x else []
     words += [each for each in ("promoted", "grouped") if getattr(numbers, each)]
     words += ["residual"] * residual + ["direct"] * direct
@@ -268,7 +276,7 @@ def spec_of_numbers(
 
 def _text(config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool) -> str:
     """What follows kernel.cuh: its Config, and the entry."""
-    producer, consumer = warpgroup_registers(config.warpgroups)
+    producer, consumer = _registers(config, numbers)
     threads = 128 * (config.warpgroups + 1)
     return f"""
 struct Config {{
@@ -280,6 +288,7 @@ struct Config {{
   static constexpr int kClusterTokens = {config.cluster_tokens}, kClusterK = {config.cluster_k};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {_cpp(direct)}, kResidual = {_cpp(residual)};
+  static constexpr bool kFourX = {_cpp(numbers.widens)};
   static constexpr bool kScaled = {_cpp(numbers.scaled)}, kGrouped = {_cpp(numbers.grouped)};
   static constexpr bool kPromoted = {_cpp(numbers.promoted or numbers.grouped)};
   static constexpr int kFold = {fold_of(activation)};
@@ -307,6 +316,15 @@ def fold_of(activation: str) -> int:
         (1, 2)
     """
     return 2 if activation == SWIGLU else 1
+
+
+def _registers(config: Config, numbers: Numbers) -> tuple[int, int]:
+    """Of a thread of the producer, and of a consumer."""
+    if not numbers.widens:
+        return warpgroup_registers(config.warpgroups)
+    pieces = 2 * -(-config.tokens * config.units // 32)
+    least = _WIDENING_REGISTERS + pieces * _PIECE_REGISTERS
+    return warpgroup_registers(config.warpgroups, least=least)
 
 
 def _cpp(value: bool) -> str:

@@ -212,12 +212,17 @@ def _eight_bit_specs() -> list[KernelSpec]:
     specs = []
     for numbers in (Numbers(fp8, fp8, "bfloat16"), Numbers("int8", "int8", "bfloat16")):
         specs += [spec_of_numbers(c, numbers, *plain) for c in eight_bit(numbers)]
-    for summed in ({"promoted": True}, {"grouped": True}):
-        numbers = Numbers(fp8, fp8, "bfloat16", **summed)
+    for numbers in (
+        Numbers(fp8, fp8, "bfloat16", promoted=True),
+        Numbers(fp8, fp8, "bfloat16", grouped=True),
+        Numbers(fp8, "int4", "bfloat16"),
+        Numbers(fp8, "int4", "bfloat16", promoted=True),
+    ):
         specs += [spec_of_numbers(c, numbers, *plain) for c in eight_bit(numbers)]
     for numbers in (
         Numbers(fp8, fp8, fp8),
         Numbers(fp8, "float8_e5m2", "float16"),
+        Numbers(fp8, "int4", "float16", grouped=True),
         Numbers("int8", "int8", "int8"),
         Numbers("int8", "int8", "int32"),
         Numbers("int8", "int8", "float32"),

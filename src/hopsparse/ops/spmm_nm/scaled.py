@@ -8,17 +8,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, UnsupportedError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from .._product import Plan, is_hopper
 from .kernel import ACTIVATIONS, SWIGLU, Config
-from .scaled_dispatch import GROUP, Call, Pair, scaled
+from .scaled_dispatch import GROUP, Call, Pair, four_bits, scaled
 
 CODES = (torch.int8, torch.float8_e4m3fn)
-_X_DTYPES = {torch.int8: (torch.int8,), CODES[1]: (torch.float8_e4m3fn, torch.float8_e5m2)}
+# int8 beside E4M3 holds two codes of 4 bits.
+_X_DTYPES = {
+    torch.int8: (torch.int8,),
+    CODES[1]: (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
+}
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SUMS = ("promoted", "fast")
+_LONGEST_INT8 = 2 * 2**31 // 128**2  # half of its columns are kept, and -128 * -128 is 2^14
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,10 @@ def spmm_nm_scaled(
 
     Args:
         w: [out, k] of int8 or float8_e4m3fn.
-        x: [..., k] of int8, or for a float8_e4m3fn weight of float8_e4m3fn or float8_e5m2. Any
-            strides; rows that do not start on 16 bytes, or that are transposed, are copied.
+        x: [..., k] of int8, or for a float8_e4m3fn weight of float8_e4m3fn or float8_e5m2; or for
+            the latter int8 [..., k / 2], two int4 codes a byte, as `quantize_rows(x, "int4")` makes
+            them: the kernel widens them to E4M3, exactly. Any strides; rows that do not start on 16
+            bytes, or that are transposed, are copied.
         scaling: Scales, and how to add.
         bias: [out], of out_dtype where that is 16-bit, else float32; or None.
         act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None; or `swiglu`, silu(gate) * up of
@@ -75,8 +82,8 @@ def spmm_nm_scaled(
 
     Raises:
         ArgumentError: Arguments do not fit each other.
-        UnsupportedError: A side is longer than 2^31 - 2^13; or a CUDA graph is being captured, and
-            the kernel is not loaded yet.
+        UnsupportedError: A side is longer than 2^31 - 2^13, or k of int8 than 2^18 - 1; or a CUDA
+            graph is being captured, and the kernel is not loaded yet.
 
     Example:
         >>> w = NM.from_dense(torch.tensor([[3, 0, 0, -4], [0, 5, 0, 0]], dtype=torch.int8))
@@ -145,11 +152,20 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
     if not torch.compiler.is_compiling():
         w._check_parts()
     (out, k), dtypes = w.shape, _X_DTYPES[w.dtype]
-    if x.ndim < 1 or x.shape[-1] != k:
-        _refuse(f"x of shape {list(x.shape)}", f"[..., {k}] for a weight [{out}, {k}]", "x.mT")
     if x.dtype not in dtypes or x.device != w.device:
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
         _refuse(f"x is {x.dtype} on {x.device}", need, f"ops.quantize_rows(x, {w.dtype})")
+    if w.dtype == torch.int8 and k >= _LONGEST_INT8:
+        raise UnsupportedError(
+            f"spmm_nm_scaled: int8 rows of {k}",
+            need=f"less than {_LONGEST_INT8}: their sums may leave int32",
+            hint="w and x in pieces along k",
+        )
+    few = four_bits(w.dtype, x.dtype)
+    if x.ndim < 1 or x.shape[-1] * (2 if few else 1) != k:
+        need = f"[..., {k}{' / 2' if few else ''}] for a weight [{out}, {k}]"
+        fact = f"x of shape {list(x.shape)}" + (", int4 codes two a byte" if few else "")
+        _refuse(fact, need, 'ops.quantize_rows(x, "int4")' if few else "x.mT")
     if call.sums not in _SUMS:
         _refuse(f"sums={call.sums!r}", "one of " + ", ".join(_SUMS), "'promoted'")
     if call.activation not in (*ACTIVATIONS, SWIGLU):

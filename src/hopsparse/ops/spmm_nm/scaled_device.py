@@ -14,9 +14,10 @@ from .cost import Problem, predicted_us, suits
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
 from .kernel import Config, Numbers, fold_of
 from .plan import eight_bit
-from .scaled_dispatch import Call, Pair
+from .scaled_dispatch import Call, Pair, four_bits
 
 _BOUND = KnownLaunches()
+_OF_WIDENED = 2.0**9  # what x of 4 bits is multiplied by, that was widened to steps of 2^-9
 
 
 def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
@@ -24,12 +25,12 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     (out, k), (w_scale, x_scale), device = w.shape, scales, x.get_device()
     width = out // fold_of(call.activation)
     y = torch.empty((*x.shape[:-1], width), dtype=call.out_dtype, device=x.device)
-    tokens = x.numel() // k
+    row = x.shape[-1]  # in bytes
+    tokens, few = x.numel() // row, row < k
     if tokens == 0:
         return y
-    row = k
-    if not x.is_contiguous() or k % 16 or x.data_ptr() % 16:
-        x = rows_for_tma(x)
+    if not x.is_contiguous() or row % 16 or x.data_ptr() % 16:
+        x = rows_for_tma(x, whole=few)
         row = x.stride(0)
     # All that a launch reads is made contiguous, and lives as long as this call.
     bias, residual, w_scale, x_scale = (
@@ -57,7 +58,8 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
             x_step,
             1.0 if call.out_scale is None else 1 / call.out_scale,
         )
-        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1][:2], 1.0, layout))
+        alpha = _OF_WIDENED if few else 1.0
+        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1][:2], alpha, layout))
     bound()
     return y
 
@@ -98,6 +100,7 @@ def choose_scaled(
 
 def _numbers(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
     of_w, of_x, of_y = (str(each).removeprefix("torch.") for each in (w, x, call.out_dtype))
+    of_x = "int4" if four_bits(w, x) else of_x
     promoted = w is not torch.int8 and call.sums == "promoted"
     return Numbers(of_w, of_x, of_y, promoted, grouped=groups > 1)
 

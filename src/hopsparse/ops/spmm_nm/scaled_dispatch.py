@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern, parse_pattern
+from ...formats.quantized import unpack_nibbles
 from .dispatch import LIBRARY
 from .kernel import SWIGLU, Config, fold_of
 from .reference import apply_activation
@@ -67,7 +68,9 @@ def scaled(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
 def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     """In float32, but for sums of integers, which are exact."""
     dense, (w_scale, x_scale), (bias, residual) = w.to_dense(), scales, added
-    k = x.shape[-1]
+    k = w.shape[1]
+    if four_bits(w.dtype, x.dtype):
+        x = unpack_nibbles(x.contiguous().view(torch.uint8), (*x.shape[:-1], k))
     if w_scale is not None and w_scale.ndim == 2 and w_scale.shape[1] > 1:
         wide = dense.float() * w_scale.repeat_interleave(GROUP, dim=1)[:, :k]
         y, w_scale = F.linear(x.float(), wide), None
@@ -92,6 +95,11 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
     if residual is not None:
         y = y + residual.float()
     return to_out(y, call)
+
+
+def four_bits(w: torch.dtype, x: torch.dtype) -> bool:
+    """Whether codes of x have 4 bits, two a byte: int8 beside a weight of E4M3."""
+    return w == torch.float8_e4m3fn and x == torch.int8
 
 
 def to_out(y: Tensor, call: Call) -> Tensor:
@@ -129,7 +137,8 @@ def _run(
     w_scale, x_scale, bias, residual = terms
     found = parse_pattern(pattern)
     assert isinstance(found, NMPattern)
-    w = NM((out, x.shape[-1]), values, meta, found)
+    k = x.shape[-1] * (2 if four_bits(values.dtype, x.dtype) else 1)
+    w = NM((out, k), values, meta, found)
     call = Call(words[0], words[1], out_scale, out_dtype)
     return _chosen(w, x, (w_scale, x_scale), (bias, residual), call)
 
