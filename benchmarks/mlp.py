@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hopsparse.errors import GpuLostError
 from hopsparse.measure import record
-from hopsparse.measure.clock import Contender, copies_to_defeat_l2, ratio, time_side_by_side
+from hopsparse.measure.clock import Contender, copies_to_defeat_l2, gpu, ratio, time_side_by_side
 from hopsparse.measure.codes import LARGEST
 from hopsparse.measure.fault import named, wait_for
 from hopsparse.measure.power import Sampler
@@ -71,7 +71,7 @@ def main() -> None:
 def measured(model: str, tokens: int, dtype: str, rounds: int) -> list[Row]:
     """One row for each chain of a problem."""
     torch.compiler.reset()
-    (hidden, intermediate), device = MODELS[model], torch.device("cuda")
+    (hidden, intermediate), device = MODELS[model], gpu()
     generator = torch.Generator(device).manual_seed(0)
     first = Weights.random(hidden, intermediate, DTYPES[dtype], generator)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from quantize_rows import chain_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from hopsparse.errors import GpuLostError
 from hopsparse.measure import coded_peers
 from hopsparse.measure.coded_contest import CodedReference
 from hopsparse.measure.codes import LARGEST, CodedInput, CodedWeight, random_weight
@@ -151,8 +152,14 @@ def rounds_by_compile(
     dtype: torch.dtype, gate: str | None = None
 ) -> Callable[[Tensor], CodedInput]:
     """What torch.compile makes of the same in torch."""
-    compiled: Any = torch.compile(chain_of(KINDS[dtype]), dynamic=False)
+    compiled = _compiled(KINDS[dtype])
     return lambda x: CodedInput(*compiled(x, {"gate": gate}))
+
+
+@cache
+def _compiled(kind: str) -> Any:
+    """One for all copies of a block: torch compiles a function for few callers, then no more."""
+    return torch.compile(chain_of(kind), dynamic=False)
 
 
 def our_chains(weights: Weights, sums: str, step: Tensor) -> list[Chain]:
@@ -211,7 +218,12 @@ def peer_chains(weights: Weights, *, compiled: bool = True) -> list[Chain]:
     dtype, found = weights.gate.codes.dtype, []
     glues = {"": rounds_by_us} | ({"_compile": rounds_by_compile} if compiled else {})
     for way in coded_peers.coded_ways(dtype):
-        first, last = _products(way, weights)
+        try:
+            first, last = _products(way, weights)
+        except GpuLostError:
+            raise
+        except Exception as error:
+            first = last = partial(_refuse, error)
         shared = (False, way.sums, way.roundings)
         for glue, by in glues.items():
             rounds, between = by(dtype), by(dtype, "halves")
@@ -221,6 +233,11 @@ def peer_chains(weights: Weights, *, compiled: bool = True) -> list[Chain]:
 
 def _products(way: Way, weights: Weights) -> tuple[Any, Any]:
     return way.prepare(weights.joined(halves), None), way.prepare(weights.down, None)
+
+
+def _refuse(error: Exception, x: CodedInput) -> Tensor:
+    """What a peer that takes no such weight says wherever it is called."""
+    raise error
 
 
 class Check:
