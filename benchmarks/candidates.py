@@ -218,25 +218,29 @@ def fit(path: Path, look: bool) -> None:
 
 
 def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) -> None:
-    """Change one constant after the other as long as predictions come nearer; leaves them so.
+    """Change one constant after the other as long as that helps; leaves them so.
 
-    What counts is the mean square of log(predicted / measured), of tiles within FAR of the fastest.
+    What counts is the mean square of log(predicted / measured) of tiles within FAR of the fastest,
+    and ten times the mean log of what the first choice costs against the fastest tile.
     """
-    samples = []
+    problems: dict[tuple[Kind, Problem], dict[Config, float]] = defaultdict(dict)
     for kind, rows in found:
         named = {config.name: config for config in kind.configs}
-        best: dict[Problem, float] = defaultdict(lambda: math.inf)
         for row in rows:
-            problem = Problem(row["tokens"], row["out"], row["k"])
-            if row["us"] and row["tile"] in named:
-                best[problem] = min(best[problem], row["us"])
-                samples.append((kind, named[row["tile"]], problem, row["us"], best))
+            problem, config = Problem(row["tokens"], row["out"], row["k"]), named.get(row["tile"])
+            if row["us"] and config is not None and suits(config, problem, SMS):
+                problems[kind, problem][config] = row["us"]
 
     def loss(constants: Constants) -> float:
         FITTED[bits] = constants
-        near = [each for each in samples if each[3] <= FAR * each[4][each[2]]]
-        off = [math.log(k.predicted_us(c, p) / us) ** 2 for k, c, p, us, _ in near]
-        return math.fsum(off) / len(off)
+        off, costs = [], []
+        for (kind, problem), times in problems.items():
+            best = min(times.values())
+            predicted = {config: kind.predicted_us(config, problem) for config in times}
+            near = [config for config, us in times.items() if us <= FAR * best]
+            off += [math.log(predicted[config] / times[config]) ** 2 for config in near]
+            costs.append(math.log(times[min(times, key=lambda c: predicted[c])] / best))
+        return statistics.fmean(off) + 10 * statistics.fmean(costs)
 
     names = [field.name for field in fields(Constants) if field.name not in ("clocks_us", "source")]
     known = FITTED[bits]
@@ -250,7 +254,7 @@ def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) ->
                     least, known = now, other
         step = step if least < 0.999 * before else step / 2
     FITTED[bits] = known
-    print(f"{bits} bits, {len(samples)} rows, root mean square {math.sqrt(least):.3f}: {known}")
+    print(f"{bits} bits, {len(problems)} problems, loss {least:.4f}: {known}")
 
 
 def fit_kind(kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
