@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import NM, Quantized
-from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
+from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
 from ..ops._product import is_hopper
 from ..quant import fake_inputs, round_inputs
 
@@ -17,16 +17,23 @@ _CODES: dict[str, torch.dtype | str] = {
     "fp8": torch.float8_e4m3fn,
     "int4": "int4",
 }
-# Weights and inputs that one kernel multiplies.
-_PAIRS = {("int8", "int8"), ("fp8", "fp8"), ("fp8", "int4")}
+# Weights and inputs that one kernel multiplies, and the scales it takes.
+_PAIRS = {
+    ("int8", "int8"): (0,),
+    ("fp8", "fp8"): (0,),
+    ("fp8", "int4"): (0,),
+    ("int4", "none"): (32, 64, 128),
+    ("int4", "int8"): (128,),
+    ("int4", "fp8"): (128,),
+}
 _PATTERNS = ("2:4", "1:4")
 
 
 def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a layer runs the kernels of 8 bits.
+    """Whether a layer runs the kernels of 8 and 4 bits.
 
-    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, or inputs 4 beside fp8, w
-    a scale a row, and nothing a gradient.
+    The GPU has them, w is 2:4 or 1:4, a kernel takes what the scheme says, and nothing needs a
+    gradient.
 
     Args:
         form: The weight; its tensors are not read.
@@ -34,13 +41,15 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
         bias: Of the layer.
     """
     scheme = form.scheme
-    if (scheme.weights, scheme.activations) not in _PAIRS or scheme.group:
+    if scheme.group not in _PAIRS.get((scheme.weights, scheme.activations), ()):
         return False
     if scheme.activations == "int4" and form.shape[1] % 2:
         return False
     if not x.is_cuda or not is_hopper(x.get_device()) or form.codes_format != "nm":
         return False
     if x.dtype != form.dtype or x.shape[-1:] != form.shape[1:]:
+        return False
+    if scheme.activations == "none" and x.dtype == torch.float32:
         return False
     if form.codes_attributes["pattern"] not in _PATTERNS:
         return False
@@ -49,26 +58,32 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
 
 
 def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Two launches: the rows of x to codes and scales, then the product with its scales and bias.
+    """One launch for inputs of 16 bits; else two: rows of x to codes and scales, and the product.
 
     Args:
-        w: [out, k], int8 or E4M3 codes in NM format.
+        w: [out, k], codes in NM format.
         x: [..., k], as `takes_codes` allows it.
         bias: [out] or None.
 
     Returns:
         [..., out] in the dtype of x.
     """
-    static = w.tensors.get("input_scale")
-    codes, scales = quantize_rows(x, _CODES[w.scheme.activations], scale=static)
+    scheme, scales = w.scheme, None
+    if scheme.activations != "none":
+        static = w.tensors.get("input_scale")
+        x, scales = quantize_rows(x, _CODES[scheme.activations], scale=static)
+    if scheme.weights == "int4":
+        return spmm_nm_int4(w, x, scales, bias=bias)
     scaling = Scaling(w=w.tensors["scales"], x=scales)
-    return spmm_nm_scaled(cast(NM, w.codes()), codes, scaling, bias=bias, out_dtype=x.dtype)
+    return spmm_nm_scaled(cast(NM, w.codes()), x, scaling, bias=bias, out_dtype=w.dtype)
 
 
 def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     """What `product_of_codes` runs; None where a layer does not come to it."""
     if not takes_codes(w, x, bias):
         return None
+    if w.scheme.activations == "none":
+        return Plan("linear", "kernel", "wgmma.sp, w widened in registers")
     return Plan("linear", "kernel", "quantize_rows, then wgmma.sp on the codes")
 
 

@@ -92,7 +92,7 @@ def unit_clocks(config: Config, tokens: int) -> float:
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / _TENSOR_SHARE
-    values = panels * 2 * 2048 / config.cluster_tokens + panels * 512 * config.words
+    values = panels * config.value_bytes / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
     return _norm(_UNIT_NORM, tensor, (values + rows) / _L2_BYTES, _LEAST_CLOCKS)
 
@@ -106,7 +106,7 @@ def predicted_us(config: Config, problem: Problem, sm_count: int) -> float:
     if config.cluster_k > 1:
         tile += _PARTS_CLOCKS + _PART_PIECE_CLOCKS * pieces * (config.cluster_k - 1)
     clocks = waves * (units * unit_clocks(config, problem.tokens) + tile)
-    stored = config.bits / 16 + 1 / 8  # bytes of w an entry
+    stored = (4 if config.four_bit_w else config.bits) / 16 + 1 / 8  # bytes of w an entry
     moved = problem.out * (problem.k * stored + problem.tokens * 2)
     fixed = _FIXED_US + (_CLUSTER_US if config.cluster > 1 else 0)
     return fixed + _norm(_TOTAL_NORM, clocks / _CLOCKS_US, moved / _MEMORY_BYTES_US)
