@@ -1,6 +1,7 @@
 """Our 2:4 product against what users have today, side by side, layer by layer.
 
     PYTHONPATH=src python benchmarks/gemm.py --suite anchors --out rows.jsonl
+    PYTHONPATH=src python benchmarks/gemm.py --dtype int8 --scaling rows --out rows.jsonl
 
 Every contender is checked against float64 before it is timed. Appends one JSON row a contender and
 problem, with the environment; run again, it goes on behind the problems that are in the file. The
@@ -23,13 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopsparse.measure import record
-from hopsparse.measure.contest import Layer, Way, as_rows
+from hopsparse.measure import coded_peers, record
+from hopsparse.measure.coded_contest import layer_for
+from hopsparse.measure.codes import SCALINGS
+from hopsparse.measure.contest import Way, as_rows
 from hopsparse.measure.peers import Product
 from hopsparse.measure.record import Row
-from hopsparse.measure.suite import Problem, read_suite
+from hopsparse.measure.suite import CodedProblem, Problem, coded_suite, read_suite
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import pack_nm, spmm_nm
+from hopsparse.ops.spmm_nm import contenders
 from hopsparse.ops.spmm_nm.op import plan
 
 RIVALS = ("cublas", "cusparselt", "torch_class")
@@ -61,20 +65,35 @@ OURS = {
 def main() -> None:
     """Measure what the file does not have yet, then print the table of all of it."""
     options = parse()
-    names = [options.ours, *filter(None, options.rivals.split(","))]
-    problems = [each for each in read_suite(options.suite) if wanted(each, options.only)]
-    known = record.done(options.out, (*PROBLEM, "contender"))
+    suite = coded_suite(options.suite, options.dtype, options.scaling) if options.dtype else None
+    problems = [each for each in suite or read_suite(options.suite) if wanted(each, options.only)]
+    ways = coded_ways(options) if options.dtype else float_ways(options)
+    names = [each.name for each in ways]
+    known = record.done(options.out, (*fields(bool(options.dtype)), "contender"))
     missing = [
         each for each in problems if any((*key_of(each), name) not in known for name in names)
     ]
     facts = record.environment() | {"suite": options.suite}
     end = time.monotonic() + options.budget_s
-    ways = [way(name, options.split_k) for name in names]
     for problem, rows in measured(missing, ways, end, options.rounds, options.host):
         for row in rows:
             record.append(options.out, row | facts)
         print(line(problem, rows), flush=True)
     print_table(record.read(options.out), problems, names)
+
+
+def float_ways(options: argparse.Namespace) -> list[Way]:
+    """The contenders of 16 bits that were asked for, ours first."""
+    names = [options.ours, *filter(None, options.rivals.split(","))]
+    return [way(name, options.split_k) for name in names]
+
+
+def coded_ways(options: argparse.Namespace) -> list[Way]:
+    """All of ours in 8 bits, then the peers that can run here and were asked for."""
+    dtype = CodedProblem.DTYPES[options.dtype]
+    peers = coded_peers.coded_ways(dtype, split_k=options.split_k)
+    asked = options.rivals.split(",")
+    return [*contenders.coded_ways(dtype), *(each for each in peers if each.name in asked)]
 
 
 def way(name: str, split_k: bool) -> Way:
@@ -98,7 +117,7 @@ def measured(
                 print("the time is spent: the same command goes on")
                 return
             if layer is None:
-                layer = Layer.random((problem.out, problem.k), problem.torch_dtype, ways)
+                layer = layer_for(problem, ways)
             rows = as_rows(problem, layer.contest(problem.tokens, rounds=rounds))
             for number, row in enumerate(rows):
                 if host and not row["error"]:
@@ -116,7 +135,7 @@ def line(problem: Problem, rows: Sequence[Row]) -> str:
         else f"{row['contender']}: {row['error']}"
         for row in rows
     ]
-    head = f"{problem.layer} {problem.out}x{problem.k} {problem.tokens} {problem.dtype}"
+    head = f"{problem.layer} {problem.out}x{problem.k} {problem.tokens} {numbers_of(problem)}"
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -125,14 +144,18 @@ def print_table(rows: Sequence[Row], problems: Sequence[Problem], names: Sequenc
 
     A contender that was measured twice counts as the last time.
     """
-    us = {(*(row[each] for each in PROBLEM), row["contender"]): row["us"] for row in rows}
+    us = {
+        (*(row[each] for each in fields("scaling" in row)), row["contender"]): row["us"]
+        for row in rows
+    }
     ours, *rivals = names
     ratios: dict[str, list[float]] = {name: [] for name in rivals}
     heads = [word for name in rivals for word in (name, "ratio")]
     print_cells(["layer", "out x k", "tokens", "dtype", ours, "TFLOP/s", *heads])
     for problem in problems:
         mine = us.get((*key_of(problem), ours))
-        cells = [problem.layer, f"{problem.out}x{problem.k}", str(problem.tokens), problem.dtype]
+        sides = f"{problem.out}x{problem.k}"
+        cells = [problem.layer, sides, str(problem.tokens), numbers_of(problem)]
         cells += [shown(mine), shown(problem.flops / mine / 1e6 if mine else None)]
         for name in rivals:
             theirs = us.get((*key_of(problem), name))
@@ -159,7 +182,19 @@ def shown(number: float | None, digits: int = 1) -> str:
 
 def key_of(problem: Problem) -> tuple[Any, ...]:
     """What names a problem in a file."""
-    return tuple(getattr(problem, each) for each in PROBLEM)
+    return tuple(getattr(problem, each) for each in fields(isinstance(problem, CodedProblem)))
+
+
+def fields(coded: bool) -> tuple[str, ...]:
+    """The fields of that name; codes have a scaling."""
+    return (*PROBLEM, "scaling") if coded else PROBLEM
+
+
+def numbers_of(problem: Problem) -> str:
+    """The dtype, and the scaling of codes."""
+    known = {"float8_e4m3fn": "fp8"}
+    scaling = f" {problem.scaling}" if isinstance(problem, CodedProblem) else ""
+    return known.get(problem.dtype, problem.dtype) + scaling
 
 
 def wanted(problem: Problem, only: Sequence[str]) -> bool:
@@ -176,6 +211,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="layer, OUTxK, tokens or dtype")
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--dtype", choices=list(CodedProblem.DTYPES), help="codes instead")
+    parser.add_argument("--scaling", choices=SCALINGS, default="none", help="of codes")
     parser.add_argument("--ours", default="hopsparse", choices=OURS)
     parser.add_argument("--rivals", default=",".join(RIVALS))
     parser.add_argument(

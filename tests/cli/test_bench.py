@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from hopsparse.cli.bench import Bench, _cells, _problems
+from hopsparse.cli.bench import Bench, _cells, _problems, is_ours, ways_for
 from hopsparse.errors import ArgumentError
-from hopsparse.measure.suite import Problem
+from hopsparse.measure.suite import CodedProblem, Problem
 from tests.cli.conftest import Run
 
 
@@ -32,7 +32,13 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "0x64"), "positive"),
         (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
-        (("--shape", "64x64", "--dtype", "int8"), "dtype 'int8'"),
+        (("--shape", "64x64", "--dtype", "int4"), "dtype 'int4'"),
+        (("--shape", "64x64", "--scaling", "rows"), "--scaling rows of bfloat16"),
+        (("--shape", "64x64", "--dtype", "float16", "--scaling", "none"), "--scaling none of"),
+        (("--shape", "64x64", "--dtype", "int8", "--scaling", "row"), "scaling 'row'"),
+        (("--suite", "gpt", "--dtype", "int8"), "suite 'gpt'"),
+        (("--suite", "anchors", "--dtype", "int8", "--tokens", "1"), "a dtype that the suite has"),
+        (("--shape", "64x64", "--seconds", "2"), "--seconds 2 without --energy"),
         (("--shape", "64x64", "--rounds", "0"), "--rounds 0"),
         (("--suite", "gpt"), "suite 'gpt'"),
         (("--suite", "anchors", "--tokens", "1"), "tokens and a dtype that the suite has"),
@@ -65,15 +71,42 @@ def test_a_suite_is_narrowed_by_tokens_and_dtype() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_shapes_and_suites_are_timed_in_8_bits_too(dtype: str) -> None:
+    shaped = _problems(Bench(shape=["64x32"], tokens="5", dtype=dtype, scaling="rows"))
+    assert shaped == [CodedProblem("", 64, 32, 5, dtype, "rows")]
+    suite = _problems(Bench(suite="anchors", tokens="256,4096", dtype=dtype))
+    assert len(suite) == 6 * 2
+    assert {(each.dtype, getattr(each, "scaling", "")) for each in suite} == {(dtype, "none")}
+
+
+@pytest.mark.parametrize(
+    ("problem", "names"),
+    [
+        (Problem("", 64, 64, 1), ["hopsparse", "cublas"]),
+        (CodedProblem("", 64, 64, 1, "int8"), ["hopsparse", "cublas"]),
+        (CodedProblem("", 64, 64, 1), ["hopsparse_fast", "hopsparse_promoted", "cublas"]),
+    ],
+)
+def test_ours_come_first_and_peers_that_can_run_behind(
+    problem: Problem, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [way.name for way in ways_for(problem)] == names
+    assert [is_ours({"contender": name}) for name in names] == [True] * (len(names) - 1) + [False]
+
+
 def test_tokens_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ArgumentError, match="--tokens 1,256"):
         _problems(Bench(shape=["64x64"], tokens="many"))
 
 
 def test_a_rival_that_failed_leaves_dashes() -> None:
-    facts = {"layer": "o", "out": 64, "k": 32, "tokens": 1, "dtype": "bfloat16"}
+    facts: dict[str, Any] = {"layer": "o", "out": 64, "k": 32, "tokens": 1, "dtype": "bfloat16"}
     ours = {**facts, "plan": "nm", "us": 2.0, "tflops": 800.4, "watts": None, "ratio": 1.0}
     found = {"hopsparse": ours, "cublas": {"us": 3.0, "ratio": 1.5}}
     found["cusparselt"] = {"us": None, "ratio": None}
     cells = ["o 64x32", "bfloat16", "nm", "1", "2.0", "800", "-", "3.0", "1.50", "-", "-"]
     assert _cells(found, ["cublas", "cusparselt"]) == cells
+    found["hopsparse"]["scaling"] = "rows"
+    assert _cells(found, [])[1] == "bfloat16 rows"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
-from .console import print_json, stderr, stdout
+from .console import number_text, print_json, stderr, stdout
 from .options import FAILED_EXIT, command
 from .problems import shape_of, tokens_of
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _TOKENS = "1,16,256"
-_OURS = "hopsparse"
+_ROUNDS = 25
+_COLUMNS = (("us", 1), ("tflops", 0), ("watts", 0))
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,23 @@ class Bench:
         typer.Option(metavar="N,N", help=f"Rows of x; {_TOKENS}, or those of the suite."),
     ] = None
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float16; bfloat16, or those of the suite.")
+        str | None,
+        typer.Option(
+            help="bfloat16, float16, int8 or float8_e4m3fn; bfloat16, or those of the suite."
+        ),
     ] = None
-    rounds: Annotated[int, typer.Option(help="Samples of each time.")] = 25
+    scaling: Annotated[
+        str | None, typer.Option(help="Scales of 8-bit codes: none, tensor or rows; none.")
+    ] = None
+    rounds: Annotated[
+        int | None, typer.Option(help=f"Samples of each time; {_ROUNDS}, or 3 turns of energy.")
+    ] = None
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Operations per joule of every dtype instead.")
+    ] = False
+    seconds: Annotated[float | None, typer.Option(help="Length of each turn of --energy; 2.")] = (
+        None
+    )
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Append rows, as JSON lines.")
     ] = None
@@ -52,19 +67,29 @@ class Bench:
 
 def run(options: Bench) -> None:
     """Time 2:4 layers side by side with dense ones; exit 1 if a result of ours is wrong."""
+    if options.energy:
+        from .energy import run_energy
+
+        run_energy(options)
+    else:
+        _run_times(options)
+
+
+def _run_times(options: Bench) -> None:
     from ..measure.clock import gpu
     from ..measure.record import append, check_can_append, environment
 
     started = time.monotonic()
     problems = _problems(options)
-    if options.rounds < 1:
-        raise ArgumentError(f"--rounds {options.rounds}", need="at least 1", hint="--rounds 25")
+    rounds = _ROUNDS if options.rounds is None else options.rounds
+    if rounds < 1:
+        raise ArgumentError(f"--rounds {rounds}", need="at least 1", hint=f"--rounds {_ROUNDS}")
     device = gpu()
     if options.out is not None:
         check_can_append(options.out)
     facts = environment(device)
     rows: list[Row] = []
-    for found in _measured(problems, _ways(), options.rounds):
+    for found in _measured(problems, rounds):
         rows += found
         stderr().print(f"{len(rows)} times after {time.monotonic() - started:.0f} s")
         if options.out is not None:
@@ -75,17 +100,23 @@ def run(options: Bench) -> None:
         print_json({"environment": facts, "rows": rows, "seconds": seconds})
     else:
         _print(rows, facts)
-    if any(row["contender"] == _OURS and row["error"] for row in rows):
+    if any(is_ours(row) and row["error"] for row in rows):
         raise typer.Exit(FAILED_EXIT)
+
+
+def is_ours(row: Row) -> bool:
+    """Whether a row is of a product of ours."""
+    return str(row["contender"]).startswith("hopsparse")
 
 
 def _problems(options: Bench) -> Sequence[Problem]:
     """What to time, layer by layer.
 
     Raises:
-        ArgumentError: Neither or both of shapes and a suite, or a text that is no such thing.
+        ArgumentError: Neither or both of shapes and a suite, options that do not go together, or a
+            text that is no such thing.
     """
-    from ..measure.suite import Problem, read_suite
+    from ..measure.suite import CodedProblem, Problem
 
     if (options.shape is None) == (options.suite is None):
         raise ArgumentError(
@@ -93,52 +124,96 @@ def _problems(options: Bench) -> Sequence[Problem]:
             need="one of them",
             hint="hopsparse bench --shape 4096x4096",
         )
+    if options.seconds is not None:
+        raise ArgumentError(
+            f"--seconds {options.seconds:g} without --energy",
+            need="a measurement of energy",
+            hint="--rounds, for times",
+        )
+    coded = options.dtype in CodedProblem.DTYPES
+    if options.scaling is not None and not coded:
+        raise ArgumentError(
+            f"--scaling {options.scaling} of {options.dtype or 'bfloat16'}",
+            need="codes of 8 bits",
+            hint="--dtype float8_e4m3fn",
+        )
     if options.suite is not None:
-        tokens = None if options.tokens is None else tokens_of(options.tokens)
-        problems = [
-            each
-            for each in read_suite(options.suite)
-            if (tokens is None or each.tokens in tokens)
-            and (options.dtype is None or each.dtype == options.dtype)
-        ]
-        if not problems:
-            raise ArgumentError(
-                f"suite {options.suite} with --tokens {options.tokens} and --dtype {options.dtype}",
-                need="tokens and a dtype that the suite has",
-                hint="the suite alone",
-            )
-        return problems
-    return [
-        Problem("", *shape_of(text), tokens=tokens, dtype=options.dtype or "bfloat16")
+        return _of_suite(options.suite, options, coded)
+    sides = [
+        (*shape_of(text), tokens)
         for text in options.shape or ()
         for tokens in tokens_of(options.tokens or _TOKENS)
     ]
+    if coded:
+        assert options.dtype is not None
+        scaling = options.scaling or "none"
+        return [CodedProblem("", *each, dtype=options.dtype, scaling=scaling) for each in sides]
+    return [Problem("", *each, dtype=options.dtype or "bfloat16") for each in sides]
 
 
-def _ways() -> list[Way]:
+def _of_suite(name: str, options: Bench, coded: bool) -> Sequence[Problem]:
+    from ..measure.suite import coded_suite, read_suite
+
+    tokens = None if options.tokens is None else tokens_of(options.tokens)
+    every: Sequence[Problem]
+    if coded:
+        assert options.dtype is not None
+        every = coded_suite(name, options.dtype, options.scaling or "none")
+    else:
+        every = read_suite(name)
+    problems = [
+        each
+        for each in every
+        if (tokens is None or each.tokens in tokens)
+        and (options.dtype is None or each.dtype == options.dtype)
+    ]
+    if not problems:
+        raise ArgumentError(
+            f"suite {name} with --tokens {options.tokens} and --dtype {options.dtype}",
+            need="tokens and a dtype that the suite has",
+            hint="the suite alone",
+        )
+    return problems
+
+
+def ways_for(problem: Problem) -> list[Way]:
     """Ours first, then what can run here of the peers."""
-    from ..formats import NM
+    from ..measure import coded_peers
     from ..measure.contest import Way
     from ..measure.peers import PEERS
-    from ..nn import SparseLinear
+    from ..measure.suite import CodedProblem
+    from ..ops.spmm_nm import contenders
 
-    ours = Way(
-        _OURS,
+    if isinstance(problem, CodedProblem):
+        dtype = problem.torch_dtype
+        return [*contenders.coded_ways(dtype), *coded_peers.coded_ways(dtype)]
+    return [our_way(), *(Way.of(peer) for peer in PEERS if peer.available() is None)]
+
+
+def our_way() -> Way:
+    """Ours in 16 bits, as models run it."""
+    from ..formats import NM
+    from ..measure.contest import Way
+    from ..nn import SparseLinear
+    from ..ops.spmm_nm.contenders import OURS
+
+    return Way(
+        OURS,
         lambda weight, bias: SparseLinear(NM.from_dense(weight), bias),
         lambda product, x: product.plan(x).name,
     )
-    return [ours, *(Way.of(peer) for peer in PEERS if peer.available() is None)]
 
 
-def _measured(problems: Sequence[Problem], ways: Sequence[Way], rounds: int) -> Iterator[list[Row]]:
+def _measured(problems: Sequence[Problem], rounds: int) -> Iterator[list[Row]]:
     """The rows of one problem after the other; weights are made once for all tokens."""
-    from ..measure.contest import Layer, as_rows
+    from ..measure.coded_contest import layer_for
+    from ..measure.contest import as_rows
 
     for _, group in groupby(problems, lambda each: (each.out, each.k, each.dtype)):
         layer = None
         for problem in group:
             if layer is None:
-                layer = Layer.random((problem.out, problem.k), problem.torch_dtype, ways)
+                layer = layer_for(problem, ways_for(problem))
             yield as_rows(problem, layer.contest(problem.tokens, rounds=rounds))
 
 
@@ -146,7 +221,7 @@ def _print(rows: Sequence[Row], facts: Row) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    rivals = list(dict.fromkeys(row["contender"] for row in rows if row["contender"] != _OURS))
+    ours, *rivals = list(dict.fromkeys(row["contender"] for row in rows))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("layer", "dtype", "plan"):
         table.add_column(title)
@@ -161,7 +236,7 @@ def _print(rows: Sequence[Row], facts: Row) -> None:
     console = stdout()
     console.print(escape(f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}"))
     console.print(table)
-    console.print("ratio: how many times faster hopsparse is; device time, weights not in cache")
+    console.print(f"ratio: how many times faster {ours} is; device time, weights not in cache")
     for row in rows:
         if row["error"]:
             told = f"{row['contender']}, {row['out']}x{row['k']}, {row['tokens']} tokens"
@@ -173,17 +248,14 @@ def _problem_of(row: Row) -> tuple[Any, ...]:
 
 
 def _cells(found: dict[str, Row], rivals: Sequence[str]) -> list[str]:
-    ours = found[_OURS]
+    ours = next(iter(found.values()))
     name = f"{ours['layer']} {ours['out']}x{ours['k']}".strip()
-    cells = [name, ours["dtype"], ours["plan"] or "-", str(ours["tokens"])]
-    cells += [_number(ours["us"], 1), _number(ours["tflops"], 0), _number(ours["watts"], 0)]
+    dtype = f"{ours['dtype']} {ours['scaling']}" if "scaling" in ours else ours["dtype"]
+    cells = [name, dtype, ours["plan"] or "-", str(ours["tokens"])]
+    cells += [number_text(ours[key], digits) for key, digits in _COLUMNS]
     for rival in rivals:
-        cells += [_number(found[rival]["us"], 1), _number(found[rival]["ratio"], 2)]
+        cells += [number_text(found[rival]["us"], 1), number_text(found[rival]["ratio"], 2)]
     return cells
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 BENCH = command(Bench, run, name="bench")

@@ -36,6 +36,16 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
 
+def number_text(value: float | None, digits: int) -> str:
+    """A number of a table, or a dash where it was not measured.
+
+    Example:
+        >>> number_text(1.25, 1), number_text(None, 1)
+        ('1.2', '-')
+    """
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def _finite(value: Any) -> Any:
     """The same with None for numbers that JSON does not have."""
     if isinstance(value, dict):

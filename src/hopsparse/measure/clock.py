@@ -135,18 +135,18 @@ def time_side_by_side(
         )
     where = gpu(device)
     end = time.monotonic() + budget_s
-    with torch.cuda.device(where), torch.cuda.stream(_stream(where.index)):
+    with torch.cuda.device(where), torch.cuda.stream(measuring_stream(where.index)):
         least_ms = 0.0 if flush_l2 else min_ms
-        recorder = _Recorder(end)
+        recorder = Recorder(end)
         captured = [recorder.captured(each, least_ms) for each in contenders]
-        running = [each for each in captured if isinstance(each, _Captured)]
+        running = [each for each in captured if isinstance(each, Captured)]
         flush = _flush_buffer(where) if flush_l2 else None
         everyone = " or ".join(each.timing.name for each in running)
         with named(f"{everyone}, in turns,", torch.cuda.synchronize):
             _warm_up(running, warm_s, end)
             samples = iter(_sampled(running, rounds, end, flush))
     return [
-        replace(each.timing, samples_us=next(samples)) if isinstance(each, _Captured) else each
+        replace(each.timing, samples_us=next(samples)) if isinstance(each, Captured) else each
         for each in captured
     ]
 
@@ -206,31 +206,40 @@ def gpu(device: torch.device | int | None = None) -> torch.device:
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """A graph that can be replayed, and the timing that its samples go to."""
+class Captured:
+    """A graph that can be replayed.
+
+    Attributes:
+        timing: What its samples go to; it says how many calls the graph makes.
+        graph: The graph.
+    """
 
     timing: Timing
     graph: torch.cuda.CUDAGraph
 
 
 @cache
-def _stream(index: int) -> torch.cuda.Stream:
+def measuring_stream(index: int) -> torch.cuda.Stream:
+    """The stream that contenders are captured on."""
     # cuBLAS keeps a workspace for every stream that it has seen: one stream, one workspace.
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
-class _Recorder:
+class Recorder:
     """Captures contenders on the current stream, into memory that their graphs share.
 
     Graphs may share memory because they are replayed one after the other, and nobody reads their
     results.
+
+    Args:
+        end: `time.monotonic()` after which nothing is captured.
     """
 
     def __init__(self, end: float) -> None:
         self._end = end
         self._pool = torch.cuda.graph_pool_handle()
 
-    def captured(self, contender: Contender, min_ms: float) -> _Captured | Timing:
+    def captured(self, contender: Contender, min_ms: float) -> Captured | Timing:
         """The graph of a contender, or why there is none."""
         if time.monotonic() > self._end:
             return Timing(contender.name, error="not measured: the time for this run was spent")
@@ -246,7 +255,7 @@ class _Recorder:
             words = " ".join(f"{type(error).__name__}: {error}".split())
             return Timing(contender.name, error=words)
         calls = len(contender.calls) * passes
-        return _Captured(Timing(contender.name, calls_per_sample=calls), graph)
+        return Captured(Timing(contender.name, calls_per_sample=calls), graph)
 
     def _repeated(self, calls: Sequence[Call], min_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
         """A graph that runs so long, and how often it makes all calls."""
@@ -304,7 +313,7 @@ def _span_ms(graph: torch.cuda.CUDAGraph) -> float:
     return float(start.elapsed_time(stop))
 
 
-def _warm_up(running: Sequence[_Captured], seconds: float, end: float) -> None:
+def _warm_up(running: Sequence[Captured], seconds: float, end: float) -> None:
     until = min(time.monotonic() + seconds, end)
     while running and time.monotonic() < until:
         for each in running:
@@ -313,7 +322,7 @@ def _warm_up(running: Sequence[_Captured], seconds: float, end: float) -> None:
 
 
 def _sampled(
-    running: Sequence[_Captured], rounds: int, end: float, flush: torch.Tensor | None
+    running: Sequence[Captured], rounds: int, end: float, flush: torch.Tensor | None
 ) -> list[tuple[float, ...]]:
     """Microseconds a call by contender and round."""
     spans: list[list[_Span]] = []
@@ -338,7 +347,7 @@ def _sampled(
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-def _round(running: Sequence[_Captured], number: int, flush: torch.Tensor | None) -> list[_Span]:
+def _round(running: Sequence[Captured], number: int, flush: torch.Tensor | None) -> list[_Span]:
     """Queue one replay of each; the events come back in the order of the contenders."""
     spans = [(_event(), _event()) for _ in running]
     for index in turns(len(running), number):

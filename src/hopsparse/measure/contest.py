@@ -7,7 +7,7 @@ x is one tensor for all, as the layer before has just written it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from ..errors import GpuLostError
-from .clock import Contender, Timing, copies_to_defeat_l2, gpu, host_time, ratio, time_side_by_side
-from .error import product_bound
+from .clock import Contender, Timing, gpu, host_time, ratio, time_side_by_side
 from .fault import named, wait_for
 from .peers import Product
 from .power import Sampler
+from .reference import Reference as Reference
+from .reference import cold_weights as cold_weights
+from .reference import first_and_last as first_and_last
+from .reference import largest_excess as largest_excess
+from .reference import random_24 as random_24
 from .suite import Problem
 
-Prepare = Callable[[Tensor, Tensor | None], Product]
-
-# Checked are one row and one column of every such block, all along: no tile of a kernel is as
-# small, so that none goes unseen.
-_BLOCK = 64
-_STORED_BITS_A_WEIGHT = 9  # 2:4 in 16 bits: half the values, and an eighth of their bits again
+# Of a weight and a bias: tensors, or what `hopsparse.measure.codes` has in their place.
+Prepare = Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,16 @@ class Way:
         name: How tables call it.
         prepare: Makes the product of x [tokens, k] from a 2:4 weight [out, k] and a bias.
         describe: Says what runs for a prepared product and an x; called once, after a first call.
+        sums: Of 8 bits, how they are taken, which decides what it is held to: `exact`, `promoted`
+            or `fast`.
+        roundings: Of 8 bits, how often a result is rounded to its dtype.
     """
 
     name: str
     prepare: Prepare
-    describe: Callable[[Any, Tensor], str]
+    describe: Callable[[Any, Any], str]
+    sums: str = ""
+    roundings: int = 1
 
     @classmethod
     def of(cls, peer: Any) -> Way:
@@ -155,7 +160,7 @@ class Layer:
     """
 
     ways: Sequence[Way]
-    weights: list[Tensor]
+    weights: list[Any]
     products: list[list[Product] | str] = field(default_factory=list)
 
     @classmethod
@@ -184,7 +189,7 @@ class Layer:
         where = gpu(device)
         generator = torch.Generator(where).manual_seed(seed)
         layer = cls(ways, cold_weights(shape, dtype, generator))
-        layer.products = [_prepared(way, layer.weights) for way in ways]
+        layer.products = [prepared(way, layer.weights) for way in ways]
         return layer
 
     def contest(self, tokens: int, *, seed: int = 1, **timing: Any) -> Contest:
@@ -198,25 +203,39 @@ class Layer:
         Raises:
             GpuLostError: A kernel of a way failed; it names the way. Nothing more can be measured.
         """
-        weight, x = self.weights[0], self._inputs(tokens, seed)
-        references = first_and_last(x, self.weights)
-        results = [
-            _checked(way, products, x, references)
-            for way, products in zip(self.ways, self.products, strict=True)
-        ]
-        del references
-        running = {
-            index: Contender(self.ways[index].name, [partial(each, x) for each in products])
-            for index, products in enumerate(self.products)
-            if not results[index].timing.error and not isinstance(products, str)
-        }
-        with torch.no_grad(), Sampler(weight.device) as seen:
-            timings = time_side_by_side(list(running.values()), device=weight.device, **timing)
+        results, running = self.checked(tokens, seed=seed)
+        with torch.no_grad(), Sampler(self.device) as seen:
+            timings = time_side_by_side(list(running.values()), device=self.device, **timing)
         for index, found in zip(running, timings, strict=True):
             results[index] = replace(results[index], timing=found)
         return Contest(
             tuple(results), len(self.weights), seen.watts, seen.sm_mhz, seen.celsius, seen.limits
         )
+
+    def checked(self, tokens: int, *, seed: int = 1) -> tuple[list[Result], dict[int, Contender]]:
+        """Results without samples, one for each way, and what may be timed, by number of the way.
+
+        Raises:
+            GpuLostError: A kernel of a way failed; it names the way.
+        """
+        x = self._inputs(tokens, seed)
+        excess = self._excess_on(x)
+        results = [
+            _checked(way, products, x, partial(excess, way), self.device)
+            for way, products in zip(self.ways, self.products, strict=True)
+        ]
+        running = {
+            index: Contender(self.ways[index].name, [partial(each, x) for each in products])
+            for index, products in enumerate(self.products)
+            if not results[index].timing.error and not isinstance(products, str)
+        }
+        return results, running
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.weights[0].device
+        return device
 
     def host_us(self, way: int, tokens: int, *, calls: int = 500) -> float:
         """Microseconds that the host needs for one eager call of a way that a contest timed."""
@@ -225,7 +244,16 @@ class Layer:
         with torch.no_grad():
             return 1e6 * host_time(partial(products[0], self._inputs(tokens, 1)), calls)
 
-    def _inputs(self, tokens: int, seed: int) -> Tensor:
+    def _excess_on(self, x: Any) -> Callable[[Way, list[Product]], float]:
+        """What says how wrong the products of a way are for x."""
+        references = first_and_last(x, self.weights)
+
+        def excess(way: Way, products: list[Product]) -> float:
+            return largest_excess(lambda index: products[index](x), references, x)
+
+        return excess
+
+    def _inputs(self, tokens: int, seed: int) -> Any:
         weight = self.weights[0]
         generator = torch.Generator(weight.device).manual_seed(seed)
         return torch.randn(
@@ -233,94 +261,8 @@ class Layer:
         )
 
 
-def cold_weights(
-    shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
-) -> list[Tensor]:
-    """Random 2:4 weights, as many as it takes to defeat the L2 cache of the generator's GPU."""
-    stored = shape[0] * shape[1] * _STORED_BITS_A_WEIGHT // 8
-    l2_bytes = torch.cuda.get_device_properties(generator.device).L2_cache_size
-    count = copies_to_defeat_l2(stored, l2_bytes, most=64)
-    return [random_24(shape, dtype, generator) for _ in range(count)]
-
-
-def random_24(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Normal numbers, of which the two largest of four are kept; on the generator's device.
-
-    Example:
-        >>> weight = random_24((2, 8), torch.float16, torch.Generator().manual_seed(0))
-        >>> (weight.view(-1, 4) != 0).sum(1).tolist()
-        [2, 2, 2, 2]
-    """
-    groups = torch.randn(
-        shape[0], shape[1] // 4, 4, generator=generator, device=generator.device, dtype=dtype
-    )
-    largest = groups.abs().topk(2, dim=-1).indices
-    kept = torch.zeros_like(groups).scatter_(-1, largest, groups.gather(-1, largest))
-    return kept.view(shape)
-
-
-class Reference:
-    """Some rows and some columns of a product in float64, chosen so that they cross every tile.
-
-    Attributes:
-        out: Rows of the weight.
-
-    Args:
-        x: [tokens, k].
-        weight: [out, k].
-        seed: Of the choice.
-
-    Example:
-        >>> x, weight = torch.ones(3, 4), torch.ones(2, 4)
-        >>> Reference(x, weight).excess(x @ weight.T)
-        0.0
-    """
-
-    def __init__(self, x: Tensor, weight: Tensor, *, seed: int = 2) -> None:
-        self.out = weight.shape[0]
-        generator = torch.Generator().manual_seed(seed)
-        self._rows = _one_of_each_block(x.shape[0], generator).to(x.device)
-        self._columns = _one_of_each_block(weight.shape[0], generator).to(x.device)
-        self._by_row = _exact(x[self._rows], weight)
-        self._by_column = _exact(x, weight[self._columns])
-
-    def excess(self, y: Tensor) -> float:
-        """Largest error of y [tokens, out] as a part of its bound; infinite if y is not finite."""
-        if not bool(torch.isfinite(y).all()):
-            return float("inf")
-        seen = ((y[self._rows], self._by_row), (y[:, self._columns], self._by_column))
-        return max(
-            float(((part.double() - exact).abs() / bound).max()) for part, (exact, bound) in seen
-        )
-
-
-def first_and_last(x: Tensor, weights: Sequence[Tensor]) -> dict[int, Reference]:
-    """References of the first weight, 0, and of the last, -1.
-
-    Of both, because whoever remembers the first would read it from the cache.
-    """
-    return {index: Reference(x, weights[index]) for index in (0, -1)}
-
-
-def largest_excess(
-    run: Callable[[int], Tensor], references: Mapping[int, Reference], x: Tensor
-) -> float:
-    """The largest excess of the products that `run` makes of x and the weights of `references`.
-
-    Example:
-        >>> x, weights = torch.ones(3, 4), [torch.ones(2, 4), torch.zeros(2, 4)]
-        >>> largest_excess(lambda i: x @ weights[i].T, first_and_last(x, weights), x)
-        0.0
-    """
-    worst = 0.0
-    for index, reference in references.items():
-        # Where the allocator will likely put the result: what is not written shows.
-        torch.full((x.shape[0], reference.out), float("nan"), dtype=x.dtype, device=x.device)
-        worst = max(worst, reference.excess(run(index)))
-    return worst
-
-
-def _prepared(way: Way, weights: list[Tensor]) -> list[Product] | str:
+def prepared(way: Way, weights: list[Any]) -> list[Product] | str:
+    """The products of a way with each weight, or why it has none."""
     try:
         with named(way.name, wait_for(weights[0].device)):
             return [way.prepare(weight, None) for weight in weights]
@@ -331,14 +273,18 @@ def _prepared(way: Way, weights: list[Tensor]) -> list[Product] | str:
 
 
 def _checked(
-    way: Way, products: list[Product] | str, x: Tensor, references: dict[int, Reference]
+    way: Way,
+    products: list[Product] | str,
+    x: Any,
+    excess_of: Callable[[list[Product]], float],
+    device: torch.device,
 ) -> Result:
     """A result without samples: with an error, unless the way computes what it should."""
     if isinstance(products, str):
         return Result(Timing(way.name, error=products))
     try:
-        with torch.no_grad(), named(way.name, wait_for(x.device)):
-            excess = largest_excess(lambda index: products[index](x), references, x)
+        with torch.no_grad(), named(way.name, wait_for(device)):
+            excess = excess_of(products)
             plan = way.describe(products[0], x)
     except GpuLostError:
         raise
@@ -348,18 +294,6 @@ def _checked(
         wrong = f"wrong: an error of {excess:.3g} times the bound, so it was not timed"
         return Result(Timing(way.name, error=wrong), excess, plan)
     return Result(Timing(way.name), excess, plan)
-
-
-def _exact(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    exact = x.double() @ weight.double().T
-    return exact, product_bound(x, weight, torch.float32, x.dtype)
-
-
-def _one_of_each_block(count: int, generator: torch.Generator) -> Tensor:
-    """One index of every `_BLOCK`, at random."""
-    starts = torch.arange(0, count, _BLOCK)
-    sizes = (count - starts).clamp(max=_BLOCK)
-    return starts + (torch.rand(len(starts), generator=generator) * sizes).long()
 
 
 def _words(error: Exception) -> str:

@@ -7,8 +7,23 @@ Algorithms, section 3.1). Rounding the sum to the dtype of the output adds u_out
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# An instruction of Hopper shifts 32 products of 8-bit floats, and the sum before them, to the
+# largest exponent, cuts what falls below 13 bits of fraction, and cuts their sum to as many again
+# (MMA-Sim, arXiv:2511.10909; 14 bits with the leading one, DeepSeek-V3, arXiv:2412.19437).
+_FP8_CUT = 2.0**-13
+_FP8_PRODUCTS = 32
+_FP8_LEAST = 2.0**-6  # the exponent of subnormal E4M3 numbers
+# |sum of n errors below c that have no preferred sign| exceeds t sqrt(n) c with a probability of at
+# most 2 exp(-t^2 / 2) (Hoeffding, 1963): 3e-14 for 8.
+_DEVIATIONS = 8.0
+
+#: Most columns whose sum stays in the tensor cores where sums of 8-bit floats are promoted.
+PROMOTED_COLUMNS = 256
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -133,3 +148,85 @@ def finish_bound(size: Tensor, result: Tensor, residual: Tensor, out_dtype: torc
     slack = slack + 4 * unit * (result.double().abs() + residual.double().abs())
     end = unit_roundoff(out_dtype) * (result.double().abs() + slack)
     return slack + end + torch.finfo(out_dtype).tiny
+
+
+def fp8_sum_bound(x: Tensor, w: Tensor, *, batch: int | None = None) -> Tensor:
+    """How far Hopper's tensor cores may be off `x @ w.T` of 8-bit floats without preferred signs.
+
+    What is cut of the running sum, twice an instruction, always pulls towards zero, so that it is
+    added up; what is cut of a product has the sign of the product, so that it is added up as a
+    random walk. Both are parts of the largest running sum, of any slice of k in any direction.
+
+    Args:
+        x: [tokens, k], exact.
+        w: Dense [out, k], exact; zeros cost nothing.
+        batch: Columns whose sum leaves the tensor cores, to be added in float32: promoted sums, of
+            `PROMOTED_COLUMNS` at most here. None leaves everything there: fast ones.
+
+    Returns:
+        float64 [tokens, out]; an entry is beyond with a probability of 3e-14.
+
+    Example:
+        >>> x, w = torch.ones(1, 4096), torch.ones(1, 4096)
+        >>> bool(fp8_sum_bound(x, w, batch=256) < fp8_sum_bound(x, w))
+        True
+    """
+    x, w = x.double(), w.double()
+    k = x.shape[1]
+    pulled = torch.zeros(len(x), len(w), dtype=torch.float64, device=x.device)
+    walked, reached = torch.zeros_like(pulled), torch.zeros_like(pulled)
+    for first in range(0, k, batch or k):
+        ends = slice(first, min(first + (batch or k), k))
+        of_x, of_w = x[:, ends], w[:, ends]
+        reach = _largest_running_sum(of_x, of_w)
+        tops = [each.abs().amax(1).clamp(min=_FP8_LEAST) for each in (of_x, of_w)]
+        largest = 2 * reach + tops[0].outer(tops[1])
+        pulled += 2 * math.ceil(of_x.shape[1] / _FP8_PRODUCTS) * largest
+        walked += (of_w != 0).sum(1) * largest.square()
+        reached += reach
+    bound = _FP8_CUT * (pulled + _DEVIATIONS * walked.sqrt())
+    return bound if batch is None else bound + gamma(-(-k // batch), torch.float32) * reached
+
+
+def scaled_bound(
+    sums: Tensor, sum_error: Tensor, scale: Tensor, out_dtype: torch.dtype, roundings: int = 1
+) -> Tensor:
+    """Largest possible error of `scale * sums` computed in float32 from inexact sums.
+
+    A sum of integers is rounded to float32, and either side may have a scale: three roundings. Then
+    comes the dtype of the result, more than once where a kernel of its own multiplies a scale.
+
+    Args:
+        sums: Exact [tokens, out].
+        sum_error: How far the sums may be off, as `sums`; or one number.
+        scale: Of both sides, multiplied; what `sums` can be multiplied with.
+        out_dtype: What the result is stored in; integers are exact.
+        roundings: How often the result is rounded to `out_dtype`.
+
+    Returns:
+        float64 [tokens, out], positive.
+
+    Example:
+        >>> one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1)
+        >>> scaled_bound(one, none, one, torch.int32).item()
+        0.5
+    """
+    off = scale.abs() * sum_error.double()
+    if not out_dtype.is_floating_point:
+        return off + 0.5  # Another integer is one off.
+    size = (scale * sums).abs() + off
+    off = off + gamma(3, torch.float32) * size
+    unit = unit_roundoff(out_dtype)
+    least = roundings * torch.finfo(out_dtype).smallest_normal * unit
+    return off + ((1 + unit) ** roundings - 1) * (size + off) + least
+
+
+def _largest_running_sum(x: Tensor, w: Tensor) -> Tensor:
+    """[tokens, out]: the largest magnitude of `x[:, :n] @ w[:, :n].T`, n whole instructions."""
+    running = torch.zeros(len(x), len(w), dtype=x.dtype, device=x.device)
+    largest = torch.zeros_like(running)
+    for start in range(0, x.shape[1], _FP8_PRODUCTS):
+        ends = slice(start, start + _FP8_PRODUCTS)
+        running.addmm_(x[:, ends], w[:, ends].T)
+        torch.maximum(largest, running.abs(), out=largest)
+    return largest

@@ -89,6 +89,19 @@ def energy_joules(device: torch.device | int | None = None) -> float | None:
     return None if used is None else used / 1e3
 
 
+def why_no_energy(device: torch.device | int | None = None) -> str | None:
+    """Why `energy_joules` has no number, or None if it has.
+
+    Example:
+        >>> (why_no_energy() is None) == (energy_joules() is not None)
+        True
+    """
+    nvml, _, why = _opened(_index(device))
+    if nvml is None:
+        return why
+    return None if energy_joules(device) is not None else "this GPU, or slice of one, tells none"
+
+
 class Sampler:
     """Watch a GPU during a `with` block, from a thread.
 

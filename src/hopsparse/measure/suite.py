@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..errors import ArgumentError
+from .codes import LARGEST, SCALINGS
 
 #: Every suite in turn, each problem once.
 ALL = "llm"
 # Its problems are also those of the models.
 _ANCHORS = "anchors"
 _LIMIT = 2**31
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Problem:
     tokens: int
     dtype: str = "bfloat16"
 
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+
     def __post_init__(self) -> None:
         sides = (self.out, self.k, self.tokens)
         if min(sides) < 1 or max(sides) >= _LIMIT:
@@ -56,20 +62,67 @@ class Problem:
                 need="whole groups of 4, for 2:4",
                 hint=f"k = {self.k + -self.k % 4}",
             )
-        if self.dtype not in _DTYPES:
+        if self.dtype not in self.DTYPES:
+            known = list(self.DTYPES)
             raise ArgumentError(
-                f"dtype {self.dtype!r}", need="one of " + ", ".join(_DTYPES), hint="bfloat16"
+                f"dtype {self.dtype!r}", need="one of " + ", ".join(known), hint=known[0]
             )
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
-        return _DTYPES[self.dtype]
+        return self.DTYPES[self.dtype]
 
     @property
     def flops(self) -> int:
         """Operations of the dense product, whatever the sparsity."""
         return 2 * self.tokens * self.out * self.k
+
+
+@dataclass(frozen=True)
+class CodedProblem(Problem):
+    """One product of 8-bit codes; `dtype` is theirs.
+
+    Attributes:
+        scaling: What codes stand for: `none`, `tensor` or `rows`, as `hopsparse.measure.codes` has
+            them.
+
+    Example:
+        >>> CodedProblem("square", 64, 64, 2, "int8", "rows").torch_dtype
+        torch.int8
+    """
+
+    dtype: str = "float8_e4m3fn"
+    scaling: str = "none"
+
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {
+        str(dtype).removeprefix("torch."): dtype for dtype in LARGEST
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaling not in SCALINGS:
+            raise ArgumentError(
+                f"scaling {self.scaling!r}", need="one of " + ", ".join(SCALINGS), hint="rows"
+            )
+
+
+def coded_suite(name: str, dtype: str, scaling: str = "none") -> tuple[CodedProblem, ...]:
+    """The layers and tokens of a suite in 8 bits.
+
+    Raises:
+        ArgumentError: No such suite, dtype or scaling.
+
+    Example:
+        >>> len(coded_suite("anchors", "int8")) == 6 * 4
+        True
+    """
+    found = (
+        CodedProblem(each.layer, each.out, each.k, each.tokens, dtype, scaling)
+        for each in read_suite(name)
+    )
+    # A suite has each layer in several dtypes of 16 bits.
+    return tuple(dict.fromkeys(found))
 
 
 def suite_names() -> tuple[str, ...]:
