@@ -11,7 +11,9 @@ from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8/int4"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "fp8", "fp8/int4", "int4:64", "int4:128/int8", "int4:128/fp8"]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_layer_multiplies_codes(scheme: str, has_bias: bool, device: torch.device) -> None:
     dense = magnitude(torch.randn(264, 576).bfloat16(), NMPattern(2, 4))

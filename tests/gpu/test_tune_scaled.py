@@ -80,7 +80,7 @@ def weight(numbers: Numbers, device: torch.device) -> NM:
 
 def inputs(tokens: int, numbers: Numbers, device: torch.device) -> Tensor:
     """Small integers: every tile gives the same bits."""
-    if numbers.widens:
+    if numbers.x == "int4":
         return torch.randint(-128, 128, (tokens, K // 2), device=device).to(torch.int8)
     return torch.randint(-2, 3, (tokens, K), device=device).to(DTYPES[numbers.x])
 
@@ -196,7 +196,7 @@ def test_nothing_is_compiled_or_loaded_after_it_was_prepared(
     w = weight(numbers, device)
     groups = torch.ones(OUT, K // 128, device=device) if numbers.grouped else None
     scaling = Scaling(w=groups, sums="promoted" if numbers.promoted else "fast")
-    x_dtype = torch.int8 if numbers.widens else None
+    x_dtype = torch.int8 if numbers.x == "int4" else None
     found = prepare_scaled(w, most, scaling, x_dtype=x_dtype, act=act)
     assert found
     assert all(each.bits == 8 for each in found)
@@ -206,7 +206,9 @@ def test_nothing_is_compiled_or_loaded_after_it_was_prepared(
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8/int4", "int8/int8:static"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "fp8", "fp8/int4", "int8/int8:static", "int4:64", "int4:128/int8"]
+)
 def test_a_layer_of_codes_is_prepared_with_what_rounds_its_inputs(
     scheme: str, here: Machine, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +221,8 @@ def test_a_layer_of_codes_is_prepared_with_what_rounds_its_inputs(
     with torch.no_grad():
         for tokens in (1, 16, 17, 64, 100, 200):
             x = torch.randn(tokens, K, device=device).bfloat16()
-            assert "tile" in layer.plan(x).describe()
+            assert layer.plan(x).name == "kernel"
+            assert ("tile" in layer.plan(x).describe()) == (not scheme.startswith("int4"))
             layer(x)
             # Rows off 16 bytes are rounded by another kernel.
             layer(torch.randn(tokens * K + 1, device=device).bfloat16()[1:].view(tokens, K))

@@ -217,6 +217,58 @@ def test_results_that_differ_by_more_than_roundings_do_not_agree() -> None:
     assert not cusparselt._agree(y.roll(1, 1), y)
 
 
+class Library:
+    """A library with ids that it refuses, and one that does not do with alpha what it should."""
+
+    split_k = False
+
+    def __init__(self, refused: set[int], wrong: set[int], dtype: torch.dtype = E4M3) -> None:
+        self.x = torch.ones(4, 4).to(dtype)
+        self.packed, self.out = self.x, 4
+        self.refused, self.wrong = refused, wrong
+        self.tried: list[int] = []
+
+    def run(self, x: Tensor, by: Algorithm) -> Tensor:
+        self.tried.append(by.id)
+        if by.id in self.refused:
+            raise RuntimeError("CUSPARSE_STATUS_NOT_SUPPORTED")
+        y = torch.full((4, 4), 3.0).to(torch.bfloat16)
+        return 2 * y if by.alpha and by.id in self.wrong else y
+
+    def forms(self, number: int) -> tuple[Algorithm, ...]:
+        return Algorithm(number), Algorithm(number, alpha=True)
+
+    def copied(self) -> Library:
+        return self
+
+
+@pytest.fixture
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cusparselt, "wait_for", lambda device: lambda: None)
+
+
+@pytest.mark.usefixtures("without_waiting")
+def test_an_id_that_misuses_alpha_is_kept_without_it() -> None:
+    library = Library(refused={0}, wrong={2})
+    found = cusparselt._accepted(library, library.x, library.x)
+    assert found[:3] == [Algorithm(1), Algorithm(1, alpha=True), Algorithm(2)]
+    assert Algorithm(2, alpha=True) not in found
+    assert Algorithm(0) not in found
+
+
+@pytest.mark.usefixtures("without_waiting")
+def test_ids_end_at_the_limit_or_behind_eight_that_are_refused() -> None:
+    every = Library(refused=set(), wrong=set())
+    cusparselt._accepted(every, every.x, every.x)
+    assert max(every.tried) == last_id(E4M3)
+    few = Library(refused=set(range(3, 64)), wrong=set())
+    found = cusparselt._accepted(few, few.x, few.x)
+    assert {each.id for each in found} == {0, 1, 2}
+    assert max(few.tried) == 10
+    gaps = Library(refused=set(range(3, 10)), wrong=set())
+    assert cusparselt._accepted(gaps, gaps.x, gaps.x)[-1].id == last_id(E4M3)
+
+
 def test_scales_behind_a_product_need_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

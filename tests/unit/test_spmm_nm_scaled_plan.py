@@ -14,6 +14,7 @@ from hopsparse.measure.contest import Reference
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import FITTED, Problem, predicted_us, unit_clocks
+from hopsparse.ops.spmm_nm.int4_ahead import prepare_int4
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import choose, eight_bit, key_of
 from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
@@ -241,6 +242,13 @@ def test_on_the_cpu_there_is_no_kernel_to_prepare() -> None:
     )
     layer.prepare(8)
     assert layer._decoded is not None
+
+
+def test_4_bit_weights_have_nothing_to_prepare_on_the_cpu_either() -> None:
+    w = quantize_matrix(torch.zeros(16, 64).bfloat16(), "2:4+int4:128/fp8")
+    assert prepare_int4(w, 4096, x_dtype=torch.float8_e4m3fn) == ()
+    with pytest.raises(ArgumentError, match="max_tokens=0"):
+        prepare_int4(w, 0)
 
 
 @pytest.mark.parametrize(("tokens", "act"), [(0, None), (-1, None), (16, "tanh")])

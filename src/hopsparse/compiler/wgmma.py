@@ -26,7 +26,7 @@ _WORD = 64  # columns of k that one index word serves
 _C = {"f32": ("float", "f", "0f00000000"), "s32": ("int", "r", "0")}
 
 
-def sparse_product(kind: str, n: int, panels: int = 1) -> str:
+def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = False) -> str:
     """Members that multiply 64 x n panels in units of 128 bytes of k, with sums of their own.
 
     `Number` is what a sum is. `declare()`, once, in the function that the others are inlined into:
@@ -40,6 +40,8 @@ def sparse_product(kind: str, n: int, panels: int = 1) -> str:
         kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands; `e4m3.e5m2`, of a and of b.
         n: Columns, 8 to 256.
         panels: Sets of sums.
+        registers: Whether a is given as four registers of this thread for each instruction, in
+            place of a descriptor.
 
     Raises:
         ArgumentError: There is no such instruction.
@@ -61,9 +63,9 @@ def sparse_product(kind: str, n: int, panels: int = 1) -> str:
     bodies = [
         ("zero()", [_zero(kind, n, panel) for panel in range(panels)]),
         (
-            f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}], "
-            f"const u32 (&e)[{words}])",
-            [_multiply(kind, n, panel) for panel in range(panels)],
+            f"multiply(const {f'u32 (&a)[{4 * _STEPS}]' if registers else f'u64 (&a)[{_STEPS}]'}, "
+            f"const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])",
+            [_multiply(kind, n, panel, registers) for panel in range(panels)],
         ),
         (f"read({number} (&d)[{n // 2}])", [_read(kind, n, panel) for panel in range(panels)]),
     ]
@@ -105,19 +107,27 @@ def _zero(kind: str, n: int, panel: int) -> str:
     return f'      asm volatile(\n{_quoted(moves, " ")} ::: "memory");\n'
 
 
-def _multiply(kind: str, n: int, panel: int) -> str:
+def _multiply(kind: str, n: int, panel: int, registers: bool) -> str:
     k, types, _, tail = _KINDS[kind]
-    words = words_of(kind)
+    words, of_a = words_of(kind), 4 if registers else 1
+    tail = tail[:-3] if registers and tail.endswith(", 0, 0") else tail  # a is not transposed
+    first_b = of_a * _STEPS
+    a = [
+        ", ".join(f"%{i}" for i in range(of_a * step, of_a * (step + 1))) for step in range(_STEPS)
+    ]
+    if registers:
+        a = [f"{{{each}}}" for each in a]
     # The selector says which lanes' words an instruction reads: in 16 bits, 0 for lanes 0 and 1 of
     # every four, 1 for the others. In 8 bits it reads all of them.
     instructions = "\n".join(
         f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
 {_quoted(_names(n, panel), ", ")}
-          "}}, %{step}, %{_STEPS + step}, "
-          "%{2 * _STEPS + step % words}, {step if words == 1 else 0}, add{tail};\\n"'''
+          "}}, {a[step]}, %{first_b + step}, "
+          "%{first_b + _STEPS + step % words}, {step if words == 1 else 0}, add{tail};\\n"'''
         for step in range(_STEPS)
     )
-    operands = [f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS)]
+    operands = [f'"{"r" if registers else "l"}"(a[{i}])' for i in range(of_a * _STEPS)]
+    operands += [f'"l"(b[{step}])' for step in range(_STEPS)]
     operands += [f'"r"(e[{word}])' for word in range(words)]
     return f"""      asm volatile(
           "{{.reg .pred add;\\n"

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..formats import NM, Quantized
-from ..ops import Plan, Scaling, quantize_rows, spmm_nm_scaled
+from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
 from ..ops._product import is_hopper
+from ..ops.spmm_nm.int4_ahead import prepare_int4
 from ..ops.spmm_nm.scaled import plan_scaled
 from ..ops.spmm_nm.scaled_ahead import prepare_scaled
 from ..quant import fake_inputs, round_inputs
@@ -19,16 +20,23 @@ _CODES: dict[str, torch.dtype | str] = {
     "fp8": torch.float8_e4m3fn,
     "int4": "int4",
 }
-# Weights and inputs that one kernel multiplies.
-_PAIRS = {("int8", "int8"), ("fp8", "fp8"), ("fp8", "int4")}
+# Weights and inputs that one kernel multiplies, and the scales it takes.
+_PAIRS = {
+    ("int8", "int8"): (0,),
+    ("fp8", "fp8"): (0,),
+    ("fp8", "int4"): (0,),
+    ("int4", "none"): (32, 64, 128),
+    ("int4", "int8"): (128,),
+    ("int4", "fp8"): (128,),
+}
 _PATTERNS = ("2:4", "1:4")
 
 
 def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a layer runs the kernels of 8 bits.
+    """Whether a layer runs the kernels of 8 and 4 bits.
 
-    The GPU has them, w is 2:4 or 1:4, both sides have 8 bits of one kind, or inputs 4 beside fp8, w
-    a scale a row, and nothing a gradient.
+    The GPU has them, w is 2:4 or 1:4, a kernel takes what the scheme says, and nothing needs a
+    gradient.
 
     Args:
         form: The weight; its tensors are not read.
@@ -36,13 +44,15 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
         bias: Of the layer.
     """
     scheme = form.scheme
-    if (scheme.weights, scheme.activations) not in _PAIRS or scheme.group:
+    if scheme.group not in _PAIRS.get((scheme.weights, scheme.activations), ()):
         return False
     if scheme.activations == "int4" and form.shape[1] % 2:
         return False
     if not x.is_cuda or not is_hopper(x.get_device()) or form.codes_format != "nm":
         return False
     if x.dtype != form.dtype or x.shape[-1:] != form.shape[1:]:
+        return False
+    if scheme.activations == "none" and x.dtype == torch.float32:
         return False
     if form.codes_attributes["pattern"] not in _PATTERNS:
         return False
@@ -51,26 +61,33 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
 
 
 def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Two launches: the rows of x to codes and scales, then the product with its scales and bias.
+    """One launch for inputs of 16 bits; else two: rows of x to codes and scales, and the product.
 
     Args:
-        w: [out, k], int8 or E4M3 codes in NM format.
+        w: [out, k], codes in NM format.
         x: [..., k], as `takes_codes` allows it.
         bias: [out] or None.
 
     Returns:
         [..., out] in the dtype of x.
     """
-    static = w.tensors.get("input_scale")
-    codes, scales = quantize_rows(x, _CODES[w.scheme.activations], scale=static)
+    scheme, scales = w.scheme, None
+    if scheme.activations != "none":
+        static = w.tensors.get("input_scale")
+        x, scales = quantize_rows(x, _CODES[scheme.activations], scale=static)
+    if scheme.weights == "int4":
+        return spmm_nm_int4(w, x, scales, bias=bias)
     weight, scaling = cast(NM, w.codes()), _scaling(w, scales)
-    return spmm_nm_scaled(weight, codes, scaling, bias=bias, out_dtype=x.dtype)
+    return spmm_nm_scaled(weight, x, scaling, bias=bias, out_dtype=w.dtype)
 
 
 def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     """What `product_of_codes` runs; None where a layer does not come to it."""
     if not takes_codes(w, x, bias):
         return None
+    if w.scheme.weights == "int4":
+        behind = "" if w.scheme.activations == "none" else "quantize_rows, then "
+        return Plan("linear", "kernel", f"{behind}wgmma.sp, w widened in registers")
     # As many codes as x will become, of which one is there: a plan reads none.
     each = 2 if w.scheme.activations == "int4" else 1
     codes = x.new_empty((), dtype=_stored(w)).expand(*x.shape[:-1], w.shape[1] // each)
@@ -91,21 +108,25 @@ def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
         CompileError: A kernel does not compile.
         UnsupportedError: A CUDA graph is being captured.
     """
-    codes, k = cast(NM, w.codes()), w.shape[1]
-    row = torch.zeros(1, k + 1, dtype=w.dtype, device=codes.values.device)
+    k, kind = w.shape[1], w.scheme.activations
+    row = torch.zeros(1, k + 1, dtype=w.dtype, device=w.device)
     with torch.no_grad():
         if not takes_codes(w, row[:, :k], bias):
             return False
-        prepare_scaled(codes, max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
+        if w.scheme.weights == "int4":
+            prepare_int4(w, max_tokens, x_dtype=_stored(w))
+        else:
+            codes = cast(NM, w.codes())
+            prepare_scaled(codes, max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
         # Rows that start on 16 bytes have another kernel than rows that do not.
-        for each in (row[:, :k], row[:, 1:]):
-            quantize_rows(each, _CODES[w.scheme.activations], scale=w.tensors.get("input_scale"))
+        for each in (row[:, :k], row[:, 1:]) if kind != "none" else ():
+            quantize_rows(each, _CODES[kind], scale=w.tensors.get("input_scale"))
     return True
 
 
 def _stored(w: Quantized) -> torch.dtype:
-    """Dtype of the codes of x; those of 4 bits are two a byte."""
-    kind = _CODES[w.scheme.activations]
+    """What x is multiplied as; codes of 4 bits are two a byte."""
+    kind = _CODES.get(w.scheme.activations, w.dtype)
     return torch.int8 if isinstance(kind, str) else kind
 
 

@@ -15,6 +15,7 @@ from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
+from .spmm_nm.int4 import spmm_nm_int4
 from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled import Scaling, interleave_gate_up, spmm_nm_scaled
 
@@ -36,5 +37,6 @@ __all__ = [
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",
+    "spmm_nm_int4",
     "spmm_nm_scaled",
 ]

@@ -31,3 +31,7 @@ __device__ __forceinline__ Piece load_here_if(bool inside, const u8* from) {
       : "l"(from), "r"(u32(inside)));
   return p;
 }
+
+__device__ __forceinline__ void prefetch_l1(const void* from) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+}

@@ -9,6 +9,21 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return word;
 }
 
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+  u16 half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
+
+__device__ __forceinline__ uint2 load_shared_x2(u32 address) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
 __device__ __forceinline__ uint4 load_shared_x4(u32 address) {
   uint4 words;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -34,8 +34,12 @@ class CodedProduct:
 
     def __call__(self, x: CodedInput) -> Tensor:
         """Multiply codes [tokens, k]."""
+        return spmm_nm_scaled(self.packed, x.codes, self.scaling(x))
+
+    def scaling(self, x: CodedInput) -> Scaling:
+        """The scales of both sides, and how sums are taken."""
         of_x = self._static if x.scale is None else x.scale
-        return spmm_nm_scaled(self.packed, x.codes, Scaling(self._scale, of_x, sums=self._sums))
+        return Scaling(self._scale, of_x, sums=self._sums)
 
 
 def coded_ways(dtype: torch.dtype) -> list[Way]:

@@ -126,7 +126,7 @@ def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float
     panels = config.warpgroups * config.panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / fitted.tensor_share
-    values = panels * 2 * 2048 / config.cluster_tokens + panels * 512 * config.words
+    values = panels * config.value_bytes / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
     terms = [tensor, (values + rows) / fitted.l2_bytes, fitted.least_clocks]
     if promoted:  # An addition for each sum of a thread, once a stage.
@@ -160,7 +160,8 @@ def predicted_us(
     if config.cluster_k > 1:
         tile += fitted.parts_clocks + fitted.part_piece_clocks * pieces * (config.cluster_k - 1)
     clocks = waves * (units * unit_clocks(config, problem.tokens, promoted=promoted) + tile)
-    stored = config.bits / 16 + 1 / 8  # bytes of w an entry: half the values, 2 bits for each
+    # Bytes of w an entry: half the values, 2 bits for each.
+    stored = (4 if config.four_bit_w else config.bits) / 16 + 1 / 8
     moved = problem.out * (problem.k * stored + problem.tokens * result_bytes)
     fixed = fitted.fixed_us + (fitted.cluster_us if config.cluster > 1 else 0)
     return fixed + _norm(

@@ -81,6 +81,7 @@ class Scales:
         groups: Scales of a row of w.
         x_step: 1 where each token has its own, else 0.
         out_multiplier: Of a result in 8 bits.
+        w_shift: 2 to it columns share a scale of w of 4 bits.
     """
 
     w: int = 0
@@ -88,6 +89,7 @@ class Scales:
     groups: int = 1
     x_step: int = 0
     out_multiplier: float = 1.0
+    w_shift: int = 0
 
 
 _NO_SCALES = Scales()
@@ -167,12 +169,10 @@ class Launch:
             )
         # Beyond float32 it is infinite, as on the CPU.
         factors = ctypes.c_float(alpha).value, scales.out_multiplier
-        layout = scales.groups, scales.x_step
-        codes = (0, 0, 0)
-        if self.element is None:
-            codes = (x, row, -(-self.problem.k // 32) * 16)
+        codes = (x, row, -(-self.problem.k // 32) * 16) if self.element is None else (0, 0, 0)
         pointers = (y, *added, scales.w, scales.x, codes[0])
-        scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout, *codes[1:])
+        layout = (scales.groups, scales.x_step, *codes[1:], scales.w_shift)
+        scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout)
         maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
         return self.kernel.bind(self.grid, b"".join((*maps, scalars)), stream)
 
@@ -185,14 +185,16 @@ class Launch:
 
     def _values_map(self, address: int) -> bytes:
         c, panels = self.config, ceil(self.problem.out / PANEL)
-        steps = 2 * self._words // c.words
         # A step of a panel is 2048 bytes, moved as 256 numbers of 8: a box has 256 at most.
+        size, steps, of_unit = 256, 2 * self._words // c.words, 2
+        if c.four_bit_w:
+            size, steps, of_unit = 128, self._words, c.words
         return encode(
             address,
             Element.U64,
-            (256, panels, steps),
-            (steps * 2048, 2048),
-            (256, c.warpgroups * c.panels, 2 * c.units // c.cluster_tokens),
+            (size, panels, steps),
+            (steps * size * 8, size * 8),
+            (size, c.warpgroups * c.panels, of_unit * c.units // c.cluster_tokens),
         )
 
     def _meta_map(self, address: int) -> bytes:

@@ -56,7 +56,7 @@ struct RowTerms {
 };
 
 template <class C>
-__device__ __forceinline__ float finish(typename C::Number sum, const RowTerms& row,
+__device__ __forceinline__ float finish(typename C::Total sum, const RowTerms& row,
                                         float token_scale) {
   float v = static_cast<float>(sum) * row.scale;
   if constexpr (C::kScaled) v *= token_scale;
@@ -80,7 +80,8 @@ struct PanelAt {
         terms[i].bias = load_value<C::kBias>(args.bias, row(i));
       }
       if constexpr (C::kScaled && !C::kGrouped) {
-        if (exists) terms[i].scale *= args.w_scale[row(i) * args.w_groups];
+        const float* scales = static_cast<const float*>(args.w_scale);
+        if (exists) terms[i].scale *= scales[row(i) * args.w_groups];
       }
     }
   }
@@ -99,8 +100,7 @@ struct PanelAt {
 // The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
 // With a residual they hold its words before.
 template <class C>
-__device__ __forceinline__ void pack_piece(const Args& args,
-                                           typename C::Number (&d)[C::kTokens / 2],
+__device__ __forceinline__ void pack_piece(const Args& args, typename C::Total (&d)[C::kTokens / 2],
                                            const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void pack_piece(const Args& args,
 
 // The same where rows of gate and of up meet in one: eight of gate, then eight of up.
 template <class C>
-__device__ __forceinline__ float gate(const Args& args, const typename C::Number* sums,
+__device__ __forceinline__ float gate(const Args& args, const typename C::Total* sums,
                                       const PanelAt<C>& at, int token) {
   const float scale = at.token_scale(args, token);
   float up = static_cast<float>(sums[2]) * at.terms[1].scale;
@@ -129,7 +129,7 @@ __device__ __forceinline__ float gate(const Args& args, const typename C::Number
 
 template <class C>
 __device__ __forceinline__ void pack_gated_piece(const Args& args,
-                                                 typename C::Number (&d)[C::kTokens / 2],
+                                                 typename C::Total (&d)[C::kTokens / 2],
                                                  const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
@@ -144,8 +144,7 @@ __device__ __forceinline__ void pack_gated_piece(const Args& args,
 // Codes of this thread's two rows side by side, so that a token's 16 rows of a warp are 16 bytes.
 // They come out as rows 0, 8, 1, 9 and on; `in_order` mends that.
 template <class C>
-__device__ __forceinline__ void pack_codes(const Args& args,
-                                           typename C::Number (&d)[C::kTokens / 2],
+__device__ __forceinline__ void pack_codes(const Args& args, typename C::Total (&d)[C::kTokens / 2],
                                            const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
@@ -252,7 +251,7 @@ __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 w
 // of less than 32 tokens.
 template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
-                                                     const typename C::Number (&d)[C::kTokens / 2],
+                                                     const typename C::Total (&d)[C::kTokens / 2],
                                                      const PanelAt<C>& at) {
   const int left = args.tokens - at.column();
 #pragma unroll
@@ -266,7 +265,7 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
     for (int i = 0; i < C::kTokens / 4; ++i) {
       const int token = i / 2 * 8 + i % 2;
       if (token < left) {
-        const typename C::Number sum = d[i / 2 * 4 + half * 2 + i % 2];
+        const typename C::Total sum = d[i / 2 * 4 + half * 2 + i % 2];
         if constexpr (C::kOut == Type::s32) {
           static_cast<int*>(args.y)[place] = sum;
         } else {

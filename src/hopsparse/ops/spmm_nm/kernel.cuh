@@ -1,5 +1,5 @@
 // y[tokens, out] = act(alpha * x[tokens, k] @ w[out, k]^T + bias) + residual for a packed 2:4 w, of
-// 16 bits, or of 8 with scales of w and of x, which may have 4 bits.
+// 16 bits, or of 8 with scales of w and of x. Either may have 4 bits in memory.
 //
 // wgmma.sp wants its sparse operand on the side of M = 64 rows: that is w, so a block computes a
 // tile of y transposed, out-features x tokens, and stores it back transposed.
@@ -14,6 +14,7 @@
 // docs/ops/spmm_nm.md.
 
 #include "epilogue/activation.cuh"
+#include "epilogue/nibbles.cuh"
 #include "epilogue/value.cuh"
 #include "pipe/ring.cuh"
 #include "ptx/barrier.cuh"
@@ -22,19 +23,19 @@
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/nibbles.cuh"
 #include "tile/raster.cuh"
 
 namespace spmm_nm {
 
 struct Args {
   TensorMap x;           // [tokens, k], boxes of x_rows tokens x a unit; not if Config::kFourX
-  TensorMap values;      // [steps, panels, 2048 bytes]
+  TensorMap values;      // [steps, panels, Smem::kStep bytes]
   TensorMap meta;        // [panels, k / 64, 128 words]
   void* y;               // [tokens, out / Config::kFold], contiguous
   const void* bias;      // [out], of type Config::kBias, or null
   const void* residual;  // [tokens, out], contiguous; read if Config::kResidual
-  const float* w_scale;  // [out, w_groups], or [1] where w_groups is 0; read if Config::kScaled
+  const void* w_scale;   // float32 [out, w_groups], or [1] where w_groups is 0, if Config::kScaled;
+                         // bfloat16 [out, w_groups] if Config::kFourW
   const float* x_scale;  // [tokens], or [1] where x_scale_step is 0; read if Config::kScaled
   const u8* x_codes;     // [tokens, k / 2], rows x_pitch apart, if Config::kFourX
   float alpha;
@@ -46,11 +47,11 @@ struct Args {
   int x_rows;  // tokens that a block loads: its slice of a tile, less where x has fewer
   int w_groups, x_scale_step;
   int x_pitch, x_bytes;  // of x_codes: from row to row, and of a row, both multiples of 16
+  int w_shift;           // 1 << w_shift columns share a scale, if Config::kFourW
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
 
-constexpr u32 kStepBytes = 2048;  // kept values of 64 rows x 32 columns, of 64 in 8 bits
 constexpr u32 kWordBytes = 512;   // index words of 64 rows x 64 columns
 constexpr u32 kTokenBytes = 128;  // a unit of one token
 
@@ -58,7 +59,10 @@ template <class C>
 struct Smem {
   static constexpr int kPanels = C::kWarpgroups * C::kPanels;
   static constexpr u32 kX = C::kUnits * C::kTokens * kTokenBytes;
-  static constexpr u32 kValues = 2 * C::kUnits * kPanels * kStepBytes;
+  // Kept values of 64 rows x one instruction; of 4 bits, of 64 rows x 64 columns.
+  static constexpr u32 kStep = C::kFourW ? 1024 : 2048;
+  static constexpr int kStepsOfUnit = C::kFourW ? C::kWords : 2;
+  static constexpr u32 kValues = kStepsOfUnit * C::kUnits * kPanels * kStep;
   static constexpr u32 kMeta = C::kUnits * C::kWords * kPanels * kWordBytes;
   static constexpr u32 kStore = C::kDirect ? 0 : C::kStoreTokens * 128;
 
@@ -168,7 +172,7 @@ template <class C>
 __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> at, u32 stage,
                                            int k, Origin from) {
   using S = Smem<C>;
-  constexpr int kSteps = 2 * C::kUnits / C::kClusterTokens;
+  constexpr int kSteps = S::kStepsOfUnit * C::kUnits / C::kClusterTokens;
   const u32 bar = smem + S::kFullAt + stage * 8, x_bytes = args.x_rows * kTokenBytes;
   const int unit = (at.part * args.stages_of_k + k) * C::kUnits;
   const u32 x_in_all = C::kFourX ? 0 : C::kUnits * C::kClusterOut * x_bytes;
@@ -176,8 +180,8 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
 
   const u32 x = smem + stage * S::kX + at.out * x_bytes;
   const u32 values =
-      smem + S::kValuesAt + stage * S::kValues + at.tokens * kSteps * S::kPanels * kStepBytes;
-  const int step = 2 * unit + at.tokens * kSteps;
+      smem + S::kValuesAt + stage * S::kValues + at.tokens * kSteps * S::kPanels * S::kStep;
+  const int step = S::kStepsOfUnit * unit + at.tokens * kSteps;
   const int token = from.token + at.out * args.x_rows;
 #pragma unroll
   for (int u = 0; u < (C::kFourX ? 0 : C::kUnits); ++u) {
@@ -221,25 +225,39 @@ __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at)
 // ---- Consumers ---------------------------------------------------------------------------------
 
 template <class C>
-using Sums = typename C::Number[C::kPanels][C::kTokens / 2];
+using Sums = typename C::Total[C::kPanels][C::kTokens / 2];
 // The two rows of a panel that this thread has sums of.
 __device__ __forceinline__ int row_of_panel(int half) {
   return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + half * 8;
 }
 
+// What of a stage is in registers: index words and, where they have 4 bits, kept values.
 template <class C>
-using Words = u32[C::kPanels][C::kUnits * C::kWords];
+struct Operands {
+  u32 e[C::kPanels][C::kUnits * C::kWords];
+  u32 a[C::kFourW ? C::kPanels : 1][C::kFourW ? C::kUnits : 1][8];
+};
+
+}  // namespace spmm_nm
+
+#include "./four_bit_weights.cuh"
+
+namespace spmm_nm {
 
 template <class C, int Panel = 0>
-__device__ __forceinline__ void multiply_panels(u64 a, u64 b, const Words<C>& e, int unit) {
+__device__ __forceinline__ void multiply_panels(u64 a, u64 b, const Operands<C>& in, int unit) {
   if constexpr (Panel < C::kPanels) {
-    const u64 values[2] = {a, a + (Smem<C>::kPanels * kStepBytes >> 4)};
+    const u64 values[2] = {a, a + (Smem<C>::kPanels * Smem<C>::kStep >> 4)};
     const u64 tokens[2] = {b, b + (64 >> 4)};
     u32 words[C::kWords];
 #pragma unroll
-    for (int i = 0; i < C::kWords; ++i) words[i] = e[Panel][unit * C::kWords + i];
-    C::template multiply<Panel>(values, tokens, words);
-    multiply_panels<C, Panel + 1>(a + (kStepBytes >> 4), b, e, unit);
+    for (int i = 0; i < C::kWords; ++i) words[i] = in.e[Panel][unit * C::kWords + i];
+    if constexpr (C::kFourW) {
+      C::template multiply<Panel>(in.a[Panel][unit], tokens, words);
+    } else {
+      C::template multiply<Panel>(values, tokens, words);
+    }
+    multiply_panels<C, Panel + 1>(a + (Smem<C>::kStep >> 4), b, in, unit);
   }
 }
 
@@ -252,47 +270,56 @@ __device__ __forceinline__ void zero_panels() {
 }
 
 template <class C, int Panel = 0>
-__device__ __forceinline__ void read_panels(Sums<C>& d) {
+__device__ __forceinline__ void read_panels(typename C::Number (&d)[C::kPanels][C::kTokens / 2]) {
   if constexpr (Panel < C::kPanels) {
     C::template read<Panel>(d[Panel]);
     read_panels<C, Panel + 1>(d);
   }
 }
 
-// The products of the stage that the ring is at, once it is full: indices into registers that no
-// wgmma in flight reads, then all instructions as one batch.
+// The products of the stage that the ring is at, once it is full: what registers hold of it into
+// some that no wgmma in flight reads, then all instructions as one batch.
 template <class C>
-__device__ __forceinline__ void issue_stage(Words<C>& e, u32 smem, u32 wg, Ring<C::kStages> ring) {
+__device__ __forceinline__ void issue_stage(Operands<C>& in, u32 smem, u32 wg,
+                                            Ring<C::kStages> ring, const FourBitScales<C>& scales) {
   using S = Smem<C>;
-  constexpr u32 kStepsApart = S::kPanels * kStepBytes;
+  constexpr u32 kStepsApart = S::kPanels * S::kStep;
   constexpr int kOfPanel = C::kUnits * C::kWords;
   const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta +
-                   wg * C::kPanels * kOfPanel * kWordBytes + threadIdx.x % 128 * 4;
-  const u64 a = core_matrix_descriptor(
-      smem + S::kValuesAt + ring.stage * S::kValues + wg * C::kPanels * kStepBytes, 128, 256);
+                   wg * C::kPanels * kOfPanel * kWordBytes + index_word<C>() * 4;
+  const u32 values = smem + S::kValuesAt + ring.stage * S::kValues + wg * C::kPanels * S::kStep;
+  const u64 a = core_matrix_descriptor(values, 128, 256);
   const u64 b = swizzled_descriptor(smem + ring.stage * S::kX);
   mbarrier_wait(smem + S::kFullAt + ring.stage * 8, ring.parity);
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll
     for (int i = 0; i < kOfPanel; ++i) {
-      e[p][i] = load_shared<0>(meta + (p * kOfPanel + i) * kWordBytes);
+      const u32 word = meta + (p * kOfPanel + i) * kWordBytes;
+      if constexpr (C::kFourW) {
+        in.e[p][i] = four_bit_indices<C>(word);
+        const u32 step = values + i * kStepsApart + p * S::kStep;
+        widen_step<C>(in.a[p][i / C::kWords], i, step, scales.of[p]);
+      } else {
+        in.e[p][i] = load_shared<0>(word);
+      }
     }
   }
   wgmma_fence();
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
     const u64 bu = b + (u * C::kTokens * kTokenBytes >> 4);
-    multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, e, u);
+    multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, in, u);
   }
   wgmma_commit();
 }
 
 // One stage; the stage before it is released once this one alone is in flight.
 template <class C>
-__device__ __forceinline__ void multiply_stage(Words<C>& e, u32 smem, u32 wg,
-                                               Ring<C::kStages>& ring, u32 freed, bool first) {
-  issue_stage<C>(e, smem, wg, ring);
+__device__ __forceinline__ void multiply_stage(Operands<C>& in, u32 smem, u32 wg,
+                                               Ring<C::kStages>& ring, u32 freed, bool first,
+                                               const FourBitScales<C>& scales) {
+  issue_stage<C>(in, smem, wg, ring, scales);
   wgmma_wait<1>();
   if (!first) release<C>(freed, ring.previous());
   ring.advance();
@@ -302,15 +329,23 @@ __device__ __forceinline__ void multiply_stage(Words<C>& e, u32 smem, u32 wg,
 // than float32 has.
 template <class C>
 __device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                         Ring<C::kStages>& ring, u32 freed) {
+                                         Ring<C::kStages>& ring, u32 freed, int panel0,
+                                         int first_unit) {
   zero_panels<C>();
-  Words<C> e[2];
+  Operands<C> in[2];
+  FourBitScales<C> scales[2];
+  if constexpr (C::kFourW) scales[0].load(args, panel0, first_unit);
   // do, not while: a path around the loop makes ptxas copy the sums while they are in flight.
   int k = 0;
 #pragma unroll 1
   do {
-    multiply_stage<C>(e[0], smem, wg, ring, freed, k == 0);
-    multiply_stage<C>(e[1], smem, wg, ring, freed, false);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      if constexpr (C::kFourW) {  // of the stage after this one
+        scales[1 - odd].load(args, panel0, first_unit + (k + odd + 1) * C::kUnits);
+      }
+      multiply_stage<C>(in[odd], smem, wg, ring, freed, k + odd == 0, scales[odd]);
+    }
     k += 2;
   } while (k < args.stages_of_k);
   wgmma_wait<0>();
@@ -321,7 +356,7 @@ __device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem,
 }  // namespace spmm_nm
 
 #include "./epilogue.cuh"
-#include "./four_bits.cuh"
+#include "./four_bit_tokens.cuh"
 #include "./promoted.cuh"
 
 namespace spmm_nm {
@@ -356,10 +391,8 @@ __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C>
     for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
       auto* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
       const uint4 other = load_shared_x4(mine + part * S::kPart + i / 4 * 2048);
-      sums[0] += number<typename C::Number>(other.x),
-          sums[1] += number<typename C::Number>(other.y);
-      sums[2] += number<typename C::Number>(other.z),
-          sums[3] += number<typename C::Number>(other.w);
+      sums[0] += number<typename C::Total>(other.x), sums[1] += number<typename C::Total>(other.y);
+      sums[2] += number<typename C::Total>(other.z), sums[3] += number<typename C::Total>(other.w);
     }
   }
 }
@@ -374,10 +407,11 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
     const Origin from = origin_of<C>(args, index, at);
     Sums<C> d;
+    const int panel0 = from.panel + wg * C::kPanels, first_stage = at.part * args.stages_of_k;
     if constexpr (C::kPromoted) {
-      sum_promoted<C>(args, d, smem, wg, ring, freed, from, at.part * args.stages_of_k);
+      sum_promoted<C>(args, d, smem, wg, ring, freed, panel0, first_stage);
     } else {
-      sum_fast<C>(args, d, smem, wg, ring, freed);
+      sum_fast<C>(args, d, smem, wg, ring, freed, panel0, first_stage * C::kUnits);
     }
     if constexpr (C::kClusterK > 1) {
       add_parts<C>(d, smem, wg, at);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from struct import Struct
 from typing import NoReturn
@@ -51,6 +51,7 @@ class Config:
         cluster_tokens: Blocks that share their weights.
         cluster_k: Blocks that share a tile, each a part of k.
         bits: Of an entry of x and w, 16 or 8.
+        four_bit_w: Whether kept values have 4 bits in shared memory, and `bits` in registers.
 
     Raises:
         ArgumentError: No block can work like that. What is left may still want more registers than
@@ -60,8 +61,8 @@ class Config:
         >>> Config(2, 1, tokens=64, units=2, stages=20)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
-stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16) with 713024 bytes of shared \
-memory. Required: at most 232448. Try: stages=6.
+stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16, four_bit_w=False) with 713024 \
+bytes of shared memory. Required: at most 232448. Try: stages=6.
     """
 
     warpgroups: int
@@ -73,6 +74,7 @@ memory. Required: at most 232448. Try: stages=6.
     cluster_tokens: int = 1
     cluster_k: int = 1
     bits: int = 16
+    four_bit_w: bool = field(default=False, kw_only=True)
 
     @property
     def cluster(self) -> int:
@@ -80,7 +82,7 @@ memory. Required: at most 232448. Try: stages=6.
         return self.cluster_out * self.cluster_tokens * self.cluster_k
 
     def __post_init__(self) -> None:
-        if any(type(value) is not int or value < 1 for value in astuple(self)):
+        if any(type(value) is not int or value < 1 for value in astuple(self)[:-1]):
             self._refuse(
                 "", "positive whole numbers", "one of hopsparse.ops.spmm_nm.plan.CANDIDATES"
             )
@@ -106,8 +108,9 @@ memory. Required: at most 232448. Try: stages=6.
             need = f"at most {_MOST_CLUSTER} blocks, which every GPU can schedule"
             self._refuse("", f"a cluster of {need}", "cluster_out=2, cluster_tokens=1")
         # A block loads its part of what is shared: whole atoms of the swizzle, whole steps of k.
-        if self.tokens % (8 * self.cluster_out) or 2 * self.units % self.cluster_tokens:
-            need = "parts of 8 tokens for each of cluster_out, of 32 columns for cluster_tokens"
+        steps = self.units * (self.words if self.four_bit_w else 2)
+        if self.tokens % (8 * self.cluster_out) or steps % self.cluster_tokens:
+            need = "parts of 8 tokens for each of cluster_out, of whole steps for cluster_tokens"
             self._refuse("", need, "cluster_out=1, cluster_tokens=1")
 
     def _refuse(self, fact: str, need: str, hint: str) -> NoReturn:
@@ -146,7 +149,12 @@ memory. Required: at most 232448. Try: stages=6.
     def stage_bytes(self) -> int:
         """Shared memory of a stage: tokens, kept values, index words."""
         panels = self.warpgroups * self.panels
-        return self.units * (self.tokens * 128 + panels * (2 * 2048 + 512 * self.words))
+        return self.units * (self.tokens * 128 + panels * (self.value_bytes + 512 * self.words))
+
+    @property
+    def value_bytes(self) -> int:
+        """Shared memory of a panel's kept values of a unit."""
+        return 1024 * self.words if self.four_bit_w else 2 * 2048
 
     @property
     def most_stages(self) -> int:
@@ -176,9 +184,9 @@ def deepest(config: Config) -> Config:
 
 #: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x,
 #: x of 4 bits; alpha, multiplier of y; tokens, out, stages of k, tiles along out and tokens, raster
-#: group, rows of x; scales a row of w, step of those of x; pitch and bytes of a row of x of 4 bits.
-#: It is as aligned as the maps.
-SCALARS = Struct("<6Q 2f 11i 28x")
+#: group, rows of x; scales a row of w, step of those of x; pitch and bytes of a row of x of 4 bits;
+#: binary logarithm of columns that share a scale of w of 4 bits. It is as aligned as the maps.
+SCALARS = Struct("<6Q 2f 12i 24x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
@@ -187,11 +195,12 @@ class Numbers:
     """What a kernel computes with; dtypes by torch's names.
 
     Attributes:
-        w: Of the kept values.
+        w: Of the kept values; `int4` is widened to x's.
         x: Of the tokens; `int4` is widened to w's.
         out: Of y.
         promoted: Leave the tensor cores after every stage, to add in float32.
         grouped: w has a scale for every stage of columns; those are promoted too.
+        fine: w of 4 bits has a scale for 32 columns, and not for 64 or more.
     """
 
     w: str
@@ -199,17 +208,16 @@ class Numbers:
     out: str
     promoted: bool = False
     grouped: bool = False
+    fine: bool = False
 
     @property
     def kind(self) -> str:
         """As `sparse_product` names it."""
-        w, x = _TYPES[self.w], _TYPES[self.w if self.widens else self.x]
+        w, x = (
+            _TYPES[other if own == "int4" else own]
+            for own, other in ((self.w, self.x), (self.x, self.w))
+        )
         return w if w == x else f"{w}.{x}"
-
-    @property
-    def widens(self) -> bool:
-        """Whether x has 4 bits, which no tensor core multiplies."""
-        return self.x == "int4"
 
     @property
     def bias(self) -> str:
@@ -255,9 +263,10 @@ def spec_of_numbers(
     """The kernel of a config for any dtypes; the rest is as for `spec_for`."""
     direct = direct or not _has_lines(config, numbers, activation)
     producer, consumer = _registers(config, numbers)
-    words = ["int4"] * numbers.widens + ([activation] if activation != "none" else [])
+    words = [f"int4 {side}" for side in "wx" if getattr(numbers, side) == "int4"]
+    words += [activation] if activation != "none" else []
     words += [numbers.out] if numbers.scaled or numbers.out != numbers.x else []
-    words += [each for each in ("promoted", "grouped") if getattr(numbers, each)]
+    words += [each for each in ("promoted", "grouped", "fine") if getattr(numbers, each)]
     words += ["residual"] * residual + ["direct"] * direct
     spec = KernelSpec(
         op="spmm_nm",
@@ -288,13 +297,17 @@ struct Config {{
   static constexpr int kClusterTokens = {config.cluster_tokens}, kClusterK = {config.cluster_k};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {_cpp(direct)}, kResidual = {_cpp(residual)};
-  static constexpr bool kFourX = {_cpp(numbers.widens)};
+  static constexpr bool kFourX = {_cpp(numbers.x == "int4")};
+  static constexpr bool kFourW = {_cpp(numbers.w == "int4")}, kFine = {_cpp(numbers.fine)};
   static constexpr bool kScaled = {_cpp(numbers.scaled)}, kGrouped = {_cpp(numbers.grouped)};
   static constexpr bool kPromoted = {_cpp(numbers.promoted or numbers.grouped)};
   static constexpr int kFold = {fold_of(activation)};
   static constexpr Activation kActivation = Activation::{_ACTIVATION.get(activation, activation)};
   static constexpr Type kOut = Type::{_TYPES[numbers.out]}, kBias = Type::{_TYPES[numbers.bias]};
-{sparse_product(numbers.kind, config.tokens, config.panels)}}};
+  static constexpr Type kWiden = Type::{numbers.kind.split(".")[0]};  // to what 4 bits become
+{sparse_product(numbers.kind, config.tokens, config.panels, registers=numbers.w == "int4")}
+  using Total = {"float" if numbers.grouped else "Number"};
+}};
 
 static_assert(sizeof(spmm_nm::Args) == {ARGS_BYTES}, "Args of kernel.cuh and of plan.py differ");
 static_assert(spmm_nm::Smem<Config>::kBytes == {config.smem_bytes(direct=direct)},
@@ -320,7 +333,7 @@ def fold_of(activation: str) -> int:
 
 def _registers(config: Config, numbers: Numbers) -> tuple[int, int]:
     """Of a thread of the producer, and of a consumer."""
-    if not numbers.widens:
+    if numbers.x != "int4":
         return warpgroup_registers(config.warpgroups)
     pieces = 2 * -(-config.tokens * config.units // 32)
     least = _WIDENING_REGISTERS + pieces * _PIECE_REGISTERS

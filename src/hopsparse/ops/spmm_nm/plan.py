@@ -204,7 +204,7 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
-    return specs + _eight_bit_specs()
+    return specs + _eight_bit_specs() + _four_bit_specs()
 
 
 def _eight_bit_specs() -> list[KernelSpec]:
@@ -237,6 +237,25 @@ def _eight_bit_specs() -> list[KernelSpec]:
     return specs
 
 
+def _four_bit_specs() -> list[KernelSpec]:
+    """Kernels with w of 4 bits."""
+    plain, specs = ("none", False, False), []
+    for numbers in (
+        Numbers("int4", "bfloat16", "bfloat16"),
+        Numbers("int4", "float16", "float16"),
+        Numbers("int4", "float8_e4m3fn", "bfloat16", grouped=True),
+        Numbers("int4", "int8", "bfloat16", grouped=True),
+    ):
+        specs += [spec_of_numbers(config, numbers, *plain) for config in four_bit(numbers)]
+    fine = Numbers("int4", "bfloat16", "bfloat16", fine=True)
+    specs += [spec_of_numbers(config, fine, *plain) for config in four_bit(fine)[::3]]
+    first, *_, last = four_bit(fine)
+    for config in (first, last):
+        specs.append(spec_of_numbers(config, fine, "silu", True, False))
+        specs.append(spec_of_numbers(config, replace(fine, out="float32"), *plain))
+    return specs
+
+
 @cache
 def eight_bit(numbers: Numbers, activation: str = "none") -> tuple[Config, ...]:
     """Every tile that an 8-bit product considers.
@@ -256,3 +275,25 @@ def eight_bit(numbers: Numbers, activation: str = "none") -> tuple[Config, ...]:
     units = [1 if numbers.grouped else config.units for config in fits]
     made = (replace(c, units=n, stages=2, bits=8) for c, n in zip(fits, units, strict=True))
     return tuple(dict.fromkeys(deepest(config) for config in made))
+
+
+@cache
+def four_bit(numbers: Numbers) -> tuple[Config, ...]:
+    """Every tile that a product with w of 4 bits considers.
+
+    What is widened is in registers, so the largest tile of 16 bits does not fit. Where a step of 64
+    columns is all of a stage, blocks cannot share it by halves.
+
+    Args:
+        numbers: Dtypes; w is `int4`.
+    """
+    if numbers.grouped:
+        return tuple(
+            dict.fromkeys(
+                deepest(replace(config, stages=2, four_bit_w=True)) for config in eight_bit(numbers)
+            )
+        )
+    fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
+    fits = [c for c in fits if c.units % c.cluster_tokens == 0]
+    made = (deepest(replace(config, stages=2, four_bit_w=True)) for config in fits)
+    return tuple(dict.fromkeys(made))

@@ -9,13 +9,24 @@ template <class C>
 struct GroupScales {
   float of[C::kPanels][2];
 
-  __device__ __forceinline__ void load(const Args& args, int panel0, int group) {
+  __device__ __forceinline__ void load(const Args& args, int panel0, int stage) {
+    const float* scales = static_cast<const float*>(args.w_scale);
 #pragma unroll
     for (int i = 0; i < C::kPanels * 2; ++i) {
       const int row = (panel0 + i / 2) * 64 + row_of_panel(i % 2);
-      const bool exists = row < args.out && group < args.w_groups;
-      of[i / 2][i % 2] = exists ? args.w_scale[(long long)row * args.w_groups + group] : 0.0f;
+      const bool exists = row < args.out && stage < args.w_groups;
+      of[i / 2][i % 2] = exists ? scales[(long long)row * args.w_groups + stage] : 0.0f;
     }
+  }
+  __device__ __forceinline__ float at(int panel, int half) const { return of[panel][half]; }
+};
+
+template <class C, bool Four = C::kFourW>
+struct StageScales : GroupScales<C> {};
+template <class C>
+struct StageScales<C, true> : FourBitScales<C> {
+  __device__ __forceinline__ float at(int panel, int half) const {
+    return __uint_as_float(this->of[panel][half][0] & 0xFFFF0000);
   }
 };
 
@@ -24,22 +35,23 @@ struct GroupScales {
 // w has scales by group. Nothing of this warpgroup is in flight meanwhile: the others multiply.
 template <class C>
 __device__ __forceinline__ void sum_promoted(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                             Ring<C::kStages>& ring, u32 freed, Origin from,
-                                             int first_group) {
+                                             Ring<C::kStages>& ring, u32 freed, int panel0,
+                                             int first_stage) {
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll
     for (int i = 0; i < C::kTokens / 2; ++i) d[p][i] = 0;
   }
-  GroupScales<C> scale;
+  StageScales<C> scale;
+  FourBitScales<C> none;  // kept values of 4 bits are scaled with their sums
 #pragma unroll 1
   for (int k = 0; k < args.stages_of_k; ++k) {
-    if constexpr (C::kGrouped) scale.load(args, from.panel + wg * C::kPanels, first_group + k);
+    if constexpr (C::kGrouped) scale.load(args, panel0, first_stage + k);
     zero_panels<C>();
-    Words<C> e;
-    issue_stage<C>(e, smem, wg, ring);
+    Operands<C> in;
+    issue_stage<C>(in, smem, wg, ring, none);
     wgmma_wait<0>();
-    Sums<C> part;
+    typename C::Number part[C::kPanels][C::kTokens / 2];
     read_panels<C>(part);
     release<C>(freed, ring.stage);
     ring.advance();
@@ -47,7 +59,8 @@ __device__ __forceinline__ void sum_promoted(const Args& args, Sums<C>& d, u32 s
     for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll
       for (int i = 0; i < C::kTokens / 2; ++i) {
-        d[p][i] += C::kGrouped ? part[p][i] * scale.of[p][i / 2 % 2] : part[p][i];
+        const typename C::Total sum = part[p][i];
+        d[p][i] += C::kGrouped ? sum * scale.at(p, i / 2 % 2) : sum;
       }
     }
   }

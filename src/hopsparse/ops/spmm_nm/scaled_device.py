@@ -38,7 +38,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     )
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()  # read 16 bytes at a time
-    one, stream = _one(device), current_stream(device)
+    one, stream = one_of(device), current_stream(device)
     groups = groups_of_scale(w_scale, out)
     x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
     key = (
@@ -122,5 +122,6 @@ def groups_of_scale(scale: Tensor | None, out: int) -> int:
 
 
 @cache
-def _one(device: int) -> Tensor:
+def one_of(device: int) -> Tensor:
+    """The scale of what has none."""
     return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")

@@ -68,7 +68,7 @@ def sums_of(numbers: Numbers) -> str:
 
 def codes_of(numbers: Numbers) -> str:
     """The one of `CODES` that is multiplied."""
-    return f"{numbers.w}/{numbers.x}" if numbers.widens else numbers.w
+    return f"{numbers.w}/{numbers.x}" if numbers.x == "int4" else numbers.w
 
 
 def kind_of(numbers: Numbers) -> str:
@@ -208,7 +208,7 @@ def scaled_versions(numbers: Numbers, configs: Sequence[Config] | None = None) -
 
 def _standing(numbers: Numbers) -> Numbers:
     """What is measured for all dtypes of the result, and for E5M2 too."""
-    return replace(numbers, x=numbers.x if numbers.widens else numbers.w, out="bfloat16")
+    return replace(numbers, x=numbers.x if numbers.x == "int4" else numbers.w, out="bfloat16")
 
 
 def _plain(config: Config, numbers: Numbers) -> KernelSpec:

@@ -210,7 +210,7 @@ class CodesLayer:
         """What it is timed on, in the dtype of w."""
         generator = torch.Generator(self.device).manual_seed(1)
         shape = (self.problem.tokens, self.problem.k)
-        if not self.numbers.widens:
+        if self.numbers.x != "int4":
             return random_input(shape, _DTYPES[self.numbers.w], "rows", generator)
         values = torch.randn(shape, generator=generator, device=self.device)
         scale = values.abs().amax(1, keepdim=True) / _LARGEST_INT4
@@ -218,7 +218,7 @@ class CodesLayer:
 
     def _stored(self, x: CodedInput) -> Tensor:
         """Codes of x as the operator takes them: of 4 bits two a byte."""
-        if not self.numbers.widens:
+        if self.numbers.x != "int4":
             return x.codes
         nibbles = pack_nibbles(x.codes.to(torch.int8)).view(torch.int8)
         return nibbles.view(x.codes.shape[0], -1)
@@ -254,7 +254,9 @@ class CodesLayer:
     @cached_property
     def _reference(self) -> CodedReference:
         x = self.input
-        if self.numbers.widens:  # To steps of 2^-9, where a tensor core cuts as for larger numbers.
+        if (
+            self.numbers.x == "int4"
+        ):  # To steps of 2^-9, where a tensor core cuts as for larger numbers.
             assert x.scale is not None
             codes = (x.codes.float() / _WIDENED).to(x.codes.dtype)
             x = CodedInput(codes, x.scale * _WIDENED)

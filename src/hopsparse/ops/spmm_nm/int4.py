@@ -1,0 +1,152 @@
+"""spmm_nm of 2:4 weights of 4 bits, which are widened where they are multiplied."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...formats._windows import windows_of
+from ...formats.pattern import NMPattern, parse_pattern
+from ...formats.quantized import Quantized
+from .._product import Plan, is_hopper
+from .int4_dispatch import Int4Call, int4_product
+from .kernel import ACTIVATIONS, Config
+
+_CODES = (torch.int8, torch.float8_e4m3fn)
+_HALVES = (torch.bfloat16, torch.float16)
+_WIDE = (*_HALVES, torch.float32)
+
+
+def spmm_nm_int4(
+    w: Quantized,
+    x: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    act: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Multiply by a 2:4 weight of 4-bit codes with scales by group: 3 bits a weight, and scales.
+
+    y = act(x @ w.to_dense().T + bias) + residual for x of 16 bits, where a weight is code * scale
+    rounded to the dtype of x, as `Quantized.to_dense` has it. For x of 8-bit codes, sums of codes
+    are exact in a group (int8) or promoted after it (E4M3), and scaled in float32.
+
+    On a Hopper GPU a 2:4 or 1:4 weight with groups of 32, 64 or 128 columns runs as one kernel (for
+    x of 8 bits: of 128). All else, and x that needs a gradient, decodes w at every call.
+
+    Args:
+        w: [out, k], int4 codes in `nm` format.
+        x: [..., k], any strides, in the dtype that w stands for; or codes of int8 or float8_e4m3fn.
+        x_scale: For codes alone: float32, one [1], or one a token [..., 1]; None is 1.
+        bias: [out], of the result's dtype where that is 16-bit, else float32; or None.
+        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
+        residual: [..., out] in the dtype of the result, or None.
+        out_dtype: bfloat16, float16 or float32; None is that of x, or of w where x is codes. x of
+            16 bits gives its own dtype or float32.
+        config: The kernel's tile; None chooses one.
+
+    Returns:
+        [..., out], contiguous.
+
+    Raises:
+        ArgumentError: Arguments do not fit each other.
+        UnsupportedError: A side is longer than 2^31 - 2^13; or a CUDA graph is being captured, and
+            the kernel is not loaded yet.
+
+    Example:
+        >>> from hopsparse.quant import quantize_matrix
+        >>> dense = torch.tensor([[7.0, 0, 0, -3.0], [0, 1.0, 0, 0]]).bfloat16()
+        >>> spmm_nm_int4(quantize_matrix(dense, "2:4+int4"), torch.ones(1, 4).bfloat16())
+        tensor([[4., 1.]], dtype=torch.bfloat16)
+    """
+    if not isinstance(w, Quantized) or w.scheme.weights != "int4" or w.codes_format != "nm":
+        kind = f"{w.scheme} in {w.codes_format}" if isinstance(w, Quantized) else type(w).__name__
+        _refuse(f"w of {kind}", "a Quantized matrix of int4 in nm format", "quantize_matrix(w, f)")
+    wide = w.dtype if x.dtype in _CODES else x.dtype
+    call = Int4Call(act or "none", out_dtype or wide, config)
+    _check(w, x, x_scale, call)
+    _check_added(w, x, bias, residual, call)
+    return int4_product(w, x, (x_scale, bias, residual), call)
+
+
+def plan_int4(w: Quantized, x: Tensor) -> Plan:
+    """What `spmm_nm_int4(w, x)` will run."""
+    if x.device.type == "cpu":
+        return Plan("spmm_nm_int4", "reference", "x is on the CPU; w is decoded at every call")
+    if (reason := why_no_int4_kernel(w, x)) is not None:
+        return Plan("spmm_nm_int4", "dense", f"{reason}; w is decoded at every call")
+    return Plan("spmm_nm_int4", "kernel", "wgmma.sp, w widened in registers")
+
+
+def why_no_int4_kernel(w: Quantized, x: Tensor) -> str | None:
+    """What keeps the kernel from running, as a clause; None if nothing does."""
+    if not x.is_cuda:
+        return f"x is on {x.device.type}"
+    pattern = parse_pattern(str(w.codes_attributes["pattern"]))
+    if not isinstance(pattern, NMPattern) or windows_of(pattern) != 1:
+        return f"{pattern} needs x gathered for each window"
+    if not is_hopper(x.get_device()):
+        return "the GPU is no H100 or H200"
+    if torch.is_grad_enabled() and x.requires_grad:
+        return "x needs a gradient"
+    groups = (128,) if x.dtype in _CODES else (32, 64, 128)
+    if w.scheme.group not in groups:
+        return f"{w.scheme} has no scale for each {' or '.join(map(str, groups))} columns"
+    return None
+
+
+def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: Int4Call) -> None:
+    if not torch.compiler.is_compiling():
+        w._check_parts()
+    out, k = w.shape
+    if x.ndim < 1 or x.shape[-1] != k:
+        _refuse(f"x of shape {list(x.shape)}", f"[..., {k}] for a weight [{out}, {k}]", "x.mT")
+    halves = (w.dtype,) if w.dtype in _HALVES else ()
+    if x.dtype not in (*_CODES, *halves) or x.device != w.device:
+        need = " or ".join(map(str, (*halves, *_CODES))) + f" on {w.device}"
+        _refuse(f"x is {x.dtype} on {x.device}", need, "x.to(w.device, w.dtype)")
+    if call.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS[1:])
+        _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
+    bits = 8 if x.dtype in _CODES else 16
+    if call.config is not None and not (call.config.bits == bits and call.config.four_bit_w):
+        need = f"a tile of {bits} bits with four_bit_w"
+        _refuse(f"config {call.config.name}", need, "config=None")
+    if x_scale is None:
+        return
+    shapes = ((1,), (*x.shape[:-1], 1))
+    if x.dtype not in _CODES:
+        _refuse(f"x_scale beside x of {x.dtype}", "none, or x of codes", "x * x_scale")
+    if x_scale.dtype != torch.float32 or x_scale.device != x.device or x_scale.shape not in shapes:
+        fact = f"x_scale {list(x_scale.shape)} of {x_scale.dtype} on {x_scale.device}"
+        need = f"float32 [1] or {list(shapes[1])} on {x.device}"
+        _refuse(fact, need, "those of ops.quantize_rows")
+
+
+def _check_added(
+    w: Quantized, x: Tensor, bias: Tensor | None, residual: Tensor | None, call: Int4Call
+) -> None:
+    out, dtype = w.shape[0], call.out_dtype
+    allowed = _WIDE if x.dtype in _CODES else (x.dtype, torch.float32)
+    if dtype not in allowed:
+        known = " or ".join(map(str, allowed))
+        _refuse(f"out_dtype={dtype} for x of {x.dtype}", known, str(allowed[0]))
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != ((out,), dtype, x.device):
+        fact = f"bias {list(bias.shape)} of {bias.dtype} on {bias.device}"
+        _refuse(fact, f"[{out}] of {dtype} on {x.device}", f"bias.to({dtype})")
+    shape = (*x.shape[:-1], out)
+    if residual is not None and (
+        (residual.shape, residual.dtype, residual.device) != (shape, dtype, x.device)
+    ):
+        fact = f"residual {list(residual.shape)} of {residual.dtype} on {residual.device}"
+        _refuse(fact, f"{list(shape)} of {dtype} on {x.device}", "residual.to(y.dtype)")
+
+
+def _refuse(fact: str, need: str, hint: str) -> NoReturn:
+    raise ArgumentError(f"spmm_nm_int4: {fact}", need=need, hint=hint)

@@ -1,0 +1,58 @@
+"""Kernels of 4-bit weights that are there before the first call, as ahead.py has them."""
+
+from __future__ import annotations
+
+import torch
+
+from ...compiler import KernelCache
+from ...errors import ArgumentError
+from ...formats.quantized import Quantized
+from ...tune import machine_of
+from .cost import Problem
+from .int4 import why_no_int4_kernel
+from .kernel import Config, spec_of_numbers, stores_directly
+
+
+def prepare_int4(
+    w: Quantized, max_tokens: int, *, x_dtype: torch.dtype | None = None
+) -> tuple[Config, ...]:
+    """Compile and load every kernel that `spmm_nm_int4(w, x, ...)` runs, without what it can add.
+
+    Args:
+        w: The weight, where it will be used. Where no kernel runs it there is nothing to do.
+        max_tokens: Most rows of x, all leading dimensions multiplied.
+        x_dtype: Of x; None is what w stands for, as the result is.
+
+    Returns:
+        The tiles, by the least token count that chooses each.
+
+    Raises:
+        ArgumentError: No tokens.
+        CompileError: A kernel does not compile.
+        UnsupportedError: A CUDA graph is being captured.
+
+    Example:
+        >>> from hopsparse.quant import quantize_matrix
+        >>> prepare_int4(quantize_matrix(torch.zeros(16, 64).bfloat16(), "2:4+int4"), 4096)
+        ()
+    """
+    if max_tokens < 1:
+        raise ArgumentError(f"max_tokens={max_tokens}", need="at least one", hint="max_tokens=4096")
+    (out, k), of_x = w.shape, x_dtype or w.dtype
+    if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
+        return ()
+    from .int4_device import choose_int4, load, numbers_of
+
+    device = w.tensors["values"].get_device()
+    numbers, sm_count = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device).sm_count
+    found: dict[Config, int] = {}
+    for first in range(1, max_tokens + 1, 16):  # as many share a choice
+        found.setdefault(choose_int4(Problem(first, out, k), numbers, sm_count), first)
+    direct = stores_directly(out, numbers.out)
+    specs = [spec_of_numbers(each, numbers, "none", False, direct) for each in found]
+    for built in KernelCache.default().compile_all(specs):
+        if built.error is not None:
+            raise built.error
+    for tokens in found.values():
+        load(Problem(tokens, out, k), numbers, device)
+    return tuple(found)

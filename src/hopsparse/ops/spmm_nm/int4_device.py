@@ -1,0 +1,107 @@
+"""spmm_nm_int4 on a GPU: a call that was seen before is one look-up and one launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...formats.quantized import Quantized
+from ...launch import KnownLaunches, current_stream, device_facts
+from .cost import Problem, predicted_us, suits
+from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
+from .int4_dispatch import Added, Int4Call
+from .kernel import Config, Numbers
+from .plan import four_bit
+from .scaled_device import one_of
+
+_BOUND = KnownLaunches()
+# What sums are multiplied by, of kept values that were widened to steps of 2^-9, or to 16 times the
+# code.
+_OF_WIDENED = {torch.float8_e4m3fn: 2.0**9, torch.int8: 2.0**-4}
+
+
+def run(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
+    """The product of arguments that were checked; as for `int4_dispatch.int4_product`."""
+    (out, k), device, scheme = w.shape, x.get_device(), w.scheme
+    y = torch.empty((*x.shape[:-1], out), dtype=call.out_dtype, device=x.device)
+    tokens = x.numel() // k
+    if tokens == 0:
+        return y
+    row = k
+    if not x.is_contiguous() or k * x.itemsize % 16 or x.data_ptr() % 16:
+        x = rows_for_tma(x)
+        row = x.stride(0)
+    values, meta, scales = (w.tensors[name] for name in ("values", "meta", "scales"))
+    # All that a launch reads is made contiguous, and lives as long as this call.
+    x_scale, bias, residual = (None if each is None else each.contiguous() for each in added)
+    if residual is not None and residual.data_ptr() % 16:
+        residual = residual.clone()  # read 16 bytes at a time
+    one, stream = one_of(device), current_stream(device)
+    x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
+    key = (
+        (x.data_ptr(), values.data_ptr(), meta.data_ptr(), y.data_ptr(), scales.data_ptr()),
+        (address_of(bias), address_of(residual), address_of(x_scale)),
+        *(x_step, tokens, out, k, row, scheme, x.dtype, call, device, stream),
+    )
+    bound = _BOUND.get(key)
+    if bound is None:
+        numbers = numbers_of(scheme.group, x.dtype, call.out_dtype)
+        problem, has_residual = Problem(tokens, out, k), residual is not None
+        launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
+        layout = Scales(
+            key[0][4],
+            address_of(one if x_scale is None else x_scale),
+            scales.shape[1],
+            x_step,
+            w_shift=scheme.group.bit_length() - 1,
+        )
+        alpha = _OF_WIDENED.get(x.dtype, 1.0)
+        bound = _BOUND.keep(key, launch.bind(stream, key[0][:4], row, key[1][:2], alpha, layout))
+    bound()
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    problem: Problem,
+    numbers: Numbers,
+    activation: str,
+    has_residual: bool,
+    device: int,
+    config: Config | None,
+) -> Launch:
+    check_sides(problem)
+    config = config or choose_int4(problem, numbers, device_facts(device).sm_count)
+    return planned(problem, numbers, activation, has_residual, device, config)
+
+
+def choose_int4(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
+    """The tile that is predicted to be fastest; one for 16 token counts.
+
+    Args:
+        problem: Sizes, all positive.
+        numbers: Dtypes, and how sums are taken.
+        sm_count: SMs of the GPU.
+    """
+    rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
+    suited = [config for config in four_bit(numbers) if suits(config, rounded, sm_count)]
+
+    def us(config: Config) -> float:
+        return predicted_us(config, rounded, sm_count, promoted=numbers.grouped)
+
+    return min(suited, key=us)
+
+
+def load(problem: Problem, numbers: Numbers, device: int) -> None:
+    """Compile and load what a plain product runs, where that was not done before."""
+    _launch(problem, numbers, "none", False, device, None)
+
+
+def numbers_of(group: int, x: torch.dtype, out: torch.dtype) -> Numbers:
+    """What a call computes with."""
+    of_x, of_y = (str(each).removeprefix("torch.") for each in (x, out))
+    is_code = x in _OF_WIDENED
+    return Numbers("int4", of_x, of_y, grouped=is_code, fine=group == 32 and not is_code)
