@@ -30,6 +30,8 @@ SHAPES = [
     (33, 200, 4160),
     (70, 70, 2068),
 ]
+# tokens, rows of gate, k: y by whole lines, by ragged ones, and a number at a time.
+SWIGLU_SHAPES = [(256, 256, 512), (101, 144, 640), (100, 136, 640), (1, 8, 64), (33, 1032, 256)]
 KINDS = {
     "int8": (torch.int8, Scaling(), Numbers(INT8, INT8, "bfloat16")),
     "fast": (E4M3, Scaling(sums="fast"), Numbers(FP8, FP8, "bfloat16")),
@@ -150,7 +152,7 @@ def test_swiglu_folds_gate_and_up(
     config: Config, out_dtype: torch.dtype, device: torch.device
 ) -> None:
     scaling = Scaling(out=0.5 if out_dtype == torch.int8 else None)
-    for tokens, half, k in ((256, 256, 512), (100, 136, 640), (1, 8, 64), (33, 1032, 256)):
+    for tokens, half, k in SWIGLU_SHAPES:
         parts = [two_four(half, k, torch.int8, device) for _ in range(2)]
         w, x = NM.from_dense(interleave_gate_up(*parts)), integers((tokens, k), torch.int8, device)
         scale = torch.rand(tokens, 1, device=device) / 16

@@ -33,6 +33,10 @@ __device__ __forceinline__ uint4 load_shared_x4(u32 address) {
   return words;
 }
 
+__device__ __forceinline__ void store_shared_u8(u32 address, u32 byte) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(byte) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_x4(u32 address, uint4 words) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.x),
                "r"(words.y), "r"(words.z), "r"(words.w)

@@ -15,12 +15,13 @@ constexpr bool kCodes = C::kOut == Type::s8 || C::kOut == Type::e4m3;
 
 template <class C>
 struct Pieces {
-  // 64 rows are lines of 128 bytes; of 64 where two rows are one, or a result is a byte.
-  static constexpr int kNarrow = C::kFold == 2 || kCodes<C> ? 2 : 1;
+  // 64 rows are lines of 128 bytes; of half as many where two rows are one, or a result is a byte.
+  static constexpr int kNarrow = C::kFold * (kCodes<C> ? 2 : 1);
   static constexpr int kSums = C::kStoreTokens / 2, kWords = C::kStoreTokens / 4 / kNarrow;
   static constexpr int kOfPanel = C::kTokens / C::kStoreTokens;
   // 16-byte chunks of a line, and lines that a warpgroup moves at a time.
   static constexpr int kChunks = 8 / kNarrow, kLines = 128 / kChunks;
+  static constexpr int kRounds = C::kStoreTokens > kLines ? C::kStoreTokens / kLines : 1;
   static constexpr int kBytes = kCodes<C> ? 1 : 2;  // of a result
 };
 
@@ -161,6 +162,29 @@ __device__ __forceinline__ void pack_codes(const Args& args, typename C::Total (
   }
 }
 
+// Codes of gate and up, a byte at a time where send_piece reads them: a warp writes 8 bytes of each
+// of 4 tokens, in banks of their own.
+template <class C>
+__device__ __forceinline__ void put_gated_codes(const Args& args,
+                                                typename C::Total (&d)[C::kTokens / 2],
+                                                const PanelAt<C>& at, int s, u32 buffer) {
+  settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
+  const u32 lane = threadIdx.x % 32, out = threadIdx.x % 128 / 32 * 8 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < C::kStoreTokens / 8; ++i) {
+    const auto* sums = &d[s * Pieces<C>::kSums + i * 4];
+    const int token = s * C::kStoreTokens + i * 8;
+    const float first = gate<C>(args, sums, at, token) * args.out_multiplier;
+    const float second = gate<C>(args, sums + 1, at, token + 1) * args.out_multiplier;
+    const u32 codes = code_pair<C::kOut>(first, second), row = i * 8 + lane % 4 * 2;
+#pragma unroll
+    for (u32 t = 0; t < 2; ++t) {
+      const u32 chunk = (out / 16) ^ (row + t) % 8;
+      store_shared_u8(buffer + (row + t) * 128 + chunk * 16 + out % 16, codes >> 8 * t);
+    }
+  }
+}
+
 __device__ __forceinline__ uint4 in_order(uint4 words) {
   return {__byte_perm(words.x, words.y, 0x6420), __byte_perm(words.z, words.w, 0x6420),
           __byte_perm(words.x, words.y, 0x7531), __byte_perm(words.z, words.w, 0x7531)};
@@ -212,6 +236,8 @@ struct Line {
     at = ((long long)(token0 + row) * width + first) * kBytes + chunk * 16;
     shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
     exists = token0 + row < args.tokens && first + chunk * kOfChunk < width;
+    // Narrow lines are fewer than there are threads for.
+    if constexpr (Pieces<C>::kLines > C::kStoreTokens) exists = exists && row < C::kStoreTokens;
   }
 };
 
@@ -221,10 +247,10 @@ __device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u
   named_barrier<128>(1 + wg);
   const u32 buffer = piece_buffer<C>(smem, wg, turn++);
 #pragma unroll
-  for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
+  for (int i = 0; i < Pieces<C>::kRounds; ++i) {
     const Line<C> line(args, buffer, first, token0, i);
     uint4 words = load_shared_x4(line.shared);
-    if constexpr (kCodes<C>) words = in_order(words);
+    if constexpr (kCodes<C> && C::kFold == 1) words = in_order(words);
     if (line.exists) *reinterpret_cast<uint4*>(static_cast<u8*>(args.y) + line.at) = words;
   }
 }
@@ -236,7 +262,7 @@ __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 w
   const u8* residual = static_cast<const u8*>(args.residual);
   const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
 #pragma unroll
-  for (int i = 0; i < C::kStoreTokens / Pieces<C>::kLines; ++i) {
+  for (int i = 0; i < Pieces<C>::kRounds; ++i) {
     const Line<C> line(args, buffer, first, token0, i);
     uint4 found = {0, 0, 0, 0};
     if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
@@ -296,6 +322,11 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
     } else {
 #pragma unroll
       for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
+        if constexpr (C::kFold == 2 && kCodes<C>) {
+          put_gated_codes<C>(args, d[p], at, s, piece_buffer<C>(smem, wg, turn));
+          send_piece<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens);
+          continue;
+        }
         u32 words[Pieces<C>::kWords];
         if constexpr (C::kResidual) {
           fetch_residual<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens,

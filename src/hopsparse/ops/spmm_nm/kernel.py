@@ -353,5 +353,5 @@ def _has_lines(config: Config, numbers: Numbers, activation: str) -> bool:
     """Whether a tile's results can leave as lines, if the rows of y allow it."""
     size, folds = _LINE_BYTES.get(numbers.out, 4), fold_of(activation) > 1
     if size == 4 or (size == 1 and folds):
-        return False
+        return size == 1  # bytes are put together one by one
     return config.store_tokens == 32 if size == 1 or folds else True

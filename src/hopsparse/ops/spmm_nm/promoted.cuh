@@ -14,8 +14,12 @@ struct GroupScales {
 #pragma unroll
     for (int i = 0; i < C::kPanels * 2; ++i) {
       const int row = (panel0 + i / 2) * 64 + row_of_panel(i % 2);
-      const bool exists = row < args.out && stage < args.w_groups;
-      of[i / 2][i % 2] = exists ? scales[(long long)row * args.w_groups + stage] : 0.0f;
+      const float* at = scales + (long long)row * args.w_groups + stage;
+      of[i / 2][i % 2] = row < args.out && stage < args.w_groups ? *at : 0.0f;
+      // One lane of the four that read a row asks for the next sector, 8 stages.
+      if (threadIdx.x % 4 == i % 4 && row < args.out && stage + 8 < args.w_groups) {
+        prefetch_l1(at + 8);
+      }
     }
   }
   __device__ __forceinline__ float at(int panel, int half) const { return of[panel][half]; }
