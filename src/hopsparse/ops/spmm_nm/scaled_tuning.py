@@ -254,9 +254,8 @@ class CodesLayer:
     @cached_property
     def _reference(self) -> CodedReference:
         x = self.input
-        if (
-            self.numbers.x == "int4"
-        ):  # To steps of 2^-9, where a tensor core cuts as for larger numbers.
+        if self.numbers.x == "int4":
+            # As the kernel widens them: a tensor core cuts what is so small otherwise.
             assert x.scale is not None
             codes = (x.codes.float() / _WIDENED).to(x.codes.dtype)
             x = CodedInput(codes, x.scale * _WIDENED)
