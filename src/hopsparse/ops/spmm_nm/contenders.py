@@ -70,4 +70,6 @@ def _way(name: str, sums: str) -> Way:
     def prepare(weight: CodedWeight, bias: Tensor | None) -> CodedProduct:
         return CodedProduct(weight, "promoted" if sums == "exact" else sums)
 
-    return Way(name, prepare, lambda by, x: plan_scaled(by.packed, x.codes).why, sums)
+    return Way(
+        name, prepare, lambda by, x: plan_scaled(by.packed, x.codes, by.scaling(x)).why, sums
+    )
