@@ -178,6 +178,28 @@ def test_a_graph_captures_it(device: torch.device) -> None:
     assert torch.equal(y, 2 * expected)
 
 
+@pytest.mark.parametrize("name", ["bias", "residual"])
+def test_what_is_added_gets_its_gradient(name: str, device: torch.device) -> None:
+    w = weight(72, 256, "int4:64", BF16, device)
+    x = torch.randint(-2, 3, (9, 256), device=device).bfloat16()
+    shape = (72,) if name == "bias" else (9, 72)
+    added = torch.zeros(shape, dtype=BF16, device=device).requires_grad_()
+    bias, residual = (added, None) if name == "bias" else (None, added)
+    spmm_nm_int4(w, x, bias=bias, residual=residual).sum().backward()
+    assert added.grad is not None
+    assert (added.grad == (9 if name == "bias" else 1)).all()
+
+
+def test_parts_that_are_not_contiguous_are_decoded(device: torch.device) -> None:
+    w = weight(72, 256, "int4:64", BF16, device)
+    x = torch.randint(-2, 3, (9, 256), device=device).bfloat16()
+    by_column = w.with_parts(w.parts() | {"scales": w.scales.T.contiguous().T})
+    assert "not contiguous" in plan_int4(by_column, x).describe()
+    y, decoded = spmm_nm_int4(by_column, x), w.to_dense()
+    bound = product_bound(x, decoded, torch.float32, BF16)
+    assert ((y.double() - exact(x, w)).abs() <= bound).all()
+
+
 def test_what_has_no_kernel_is_decoded(device: torch.device) -> None:
     dense = magnitude(torch.randn(64, 256).bfloat16(), "2:4")
     x = torch.randn(5, 256, device=device).bfloat16()

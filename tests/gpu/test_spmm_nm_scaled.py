@@ -16,6 +16,8 @@ from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.ops.spmm_nm.scaled import plan_scaled
+from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
+from hopsparse.ops.spmm_nm.scaled_device import one_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8, INT8 = "float8_e4m3fn", "int8"
@@ -263,6 +265,41 @@ def test_a_graph_captures_it(device: torch.device) -> None:
     scale.fill_(2)
     graph.replay()
     assert torch.equal(y, 2 * expected)
+
+
+def test_the_scale_of_what_has_none_is_there_before_a_replay(device: torch.device) -> None:
+    """A capture may be the first call, where all was prepared; an eager call then comes before."""
+    w = NM.from_dense(two_four(256, 512, torch.int8, device))
+    x = integers((40, 512), torch.int8, device)
+    one_of.cache_clear()
+    prepare_scaled(w, 40)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = spmm_nm_scaled(w, x)
+    expected = exact(x, w.to_dense()).bfloat16()
+    assert torch.equal(spmm_nm_scaled(w, x), expected)
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+def test_a_step_of_codes_beyond_float32_is_as_on_the_cpu(device: torch.device) -> None:
+    w = NM.from_dense(two_four(72, 256, torch.int8, device))
+    x = integers((9, 256), torch.int8, device)
+    for step in (1e-40, 1e40):
+        y = spmm_nm_scaled(w, x, Scaling(out=step), out_dtype=torch.int8)
+        right = spmm_nm_scaled(w.to("cpu"), x.cpu(), Scaling(out=step), out_dtype=torch.int8)
+        assert torch.equal(y.cpu(), right)
+
+
+def test_the_smallest_tile_folds_into_codes(device: torch.device) -> None:
+    """Its results are fewer than there are threads to move them."""
+    parts = [two_four(48, 256, torch.int8, device) for _ in range(2)]
+    w, x = NM.from_dense(interleave_gate_up(*parts)), integers((17, 256), torch.int8, device)
+    scaling = Scaling(x=torch.full((1,), 1 / 16, device=device), out=0.5)
+    small = Config(1, 1, tokens=16, units=1, stages=2, bits=8)
+    y = spmm_nm_scaled(w, x, scaling, act=SWIGLU, out_dtype=torch.int8, config=small)
+    right = spmm_nm_scaled(w, x, scaling, act=SWIGLU, out_dtype=torch.int8)
+    assert torch.equal(y, right)
 
 
 def test_patterns_without_a_kernel_run_dense(device: torch.device) -> None:

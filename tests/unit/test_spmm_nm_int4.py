@@ -17,6 +17,7 @@ from hopsparse.ops.spmm_nm.int4 import plan_int4
 from hopsparse.ops.spmm_nm.int4_device import choose_int4
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, four_bit
+from tests.helpers.operators import Operators
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 OUT, K, TOKENS = 24, 272, 5
@@ -75,6 +76,32 @@ def test_under_torch_compile_it_is_one_operator() -> None:
     made = torch.compile(lambda x: spmm_nm_int4(w, x, act="silu"), backend=backend, fullgraph=True)
     assert torch.equal(made(x), spmm_nm_int4(w, x, act="silu"))
     assert seen == ["hopsparse.spmm_nm_int4.default"]
+
+
+def test_who_records_operators_sees_one() -> None:
+    w, x = weight(), torch.randn(TOKENS, K).bfloat16()
+    expected = spmm_nm_int4(w, x)
+    with Operators() as seen:
+        y = spmm_nm_int4(w, x)
+    assert torch.equal(y, expected)
+    assert seen.names == ["hopsparse.spmm_nm_int4.default"]
+
+
+def test_gradients_pass_a_compiled_call() -> None:
+    w = weight()
+    tensors = [torch.randn(TOKENS, K).bfloat16(), torch.randn(OUT).bfloat16()]
+    found = []
+    for run in (
+        lambda x, bias: spmm_nm_int4(w, x, bias=bias),
+        torch.compile(
+            lambda x, bias: spmm_nm_int4(w, x, bias=bias), backend="aot_eager", fullgraph=True
+        ),
+    ):
+        x, bias = (each.clone().requires_grad_() for each in tensors)
+        run(x, bias).sum().backward()
+        found.append((x.grad, bias.grad))
+    assert None not in found[0]
+    assert all(map(torch.equal, *found))
 
 
 def test_the_plan_says_reference() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from hopsparse.formats.quantized import pack_nibbles
 from hopsparse.measure.error import gated_bound
 from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import Problem
-from hopsparse.ops.spmm_nm.kernel import Numbers
+from hopsparse.ops.spmm_nm.kernel import Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, eight_bit
 from hopsparse.ops.spmm_nm.scaled import plan_scaled
 from hopsparse.ops.spmm_nm.scaled_plan import choose_scaled
+from tests.helpers.operators import Operators
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT, K, TOKENS = 24, 272, 5
@@ -83,10 +85,16 @@ def test_x_of_4_bits_is_two_codes_a_byte(k: int) -> None:
 
 
 def test_rows_of_int8_whose_sums_may_leave_int32_are_refused() -> None:
-    k = 2**18
-    w = NM.from_dense(torch.zeros(1, k, dtype=torch.int8))
-    with pytest.raises(UnsupportedError, match="int8 rows of 262144"):
-        spmm_nm_scaled(w, torch.zeros(1, k, dtype=torch.int8))
+    """Those of one column more keep two of the last columns, too: the sum would be 2^31."""
+    most = 2**18 - 4
+    dense = torch.zeros(1, most + 3, dtype=torch.int8)
+    dense[:, 0::4] = dense[:, 1::4] = -128
+    x = torch.full((1, most + 3), -128, dtype=torch.int8)
+    y = spmm_nm_scaled(NM.from_dense(dense[:, :most]), x[:, :most], out_dtype=torch.int32)
+    assert y.tolist() == [[2**31 - 2**15]]
+    for k in (most + 1, most + 3):
+        with pytest.raises(UnsupportedError, match=f"int8 rows of {k}"):
+            spmm_nm_scaled(NM.from_dense(dense[:, :k]), x[:, :k])
 
 
 def test_each_group_of_128_columns_has_its_scale() -> None:
@@ -177,6 +185,7 @@ ONE = torch.ones(1)
         ({"scaling": Scaling(out=1.0)}, "scaling.out=1.0 for torch.bfloat16"),
         ({"scaling": Scaling(out=0.0), "out_dtype": torch.int8}, "scaling.out=0.0"),
         ({"scaling": Scaling(out=float("nan")), "out_dtype": torch.int8}, "scaling.out=nan"),
+        ({"scaling": Scaling(out=cast(Any, ONE)), "out_dtype": torch.int8}, "a positive number"),
         ({"scaling": Scaling(w=ONE), "out_dtype": torch.int32}, "a result of int32"),
         ({"act": "relu", "out_dtype": torch.int32}, "a result of int32"),
         ({"bias": torch.ones(OUT)}, "bias .* of torch.float32"),
@@ -217,3 +226,27 @@ def test_under_torch_compile_it_is_one_operator() -> None:
     )
     assert torch.equal(made(x), spmm_nm_scaled(w, x, Scaling(x=scale)))
     assert seen == ["hopsparse.spmm_nm_scaled.default"]
+
+
+def test_who_records_operators_sees_one_and_transforms_see_through_it() -> None:
+    w, x = weight(torch.int8), codes((2, TOKENS, K), torch.int8, 8)
+    expected = spmm_nm_scaled(w, x)
+    with Operators() as seen:
+        y = spmm_nm_scaled(w, x)
+    assert torch.equal(y, expected)
+    assert seen.names == ["hopsparse.spmm_nm_scaled.default"]
+    assert torch.equal(torch.vmap(lambda x: spmm_nm_scaled(w, x))(x), expected)
+
+
+def test_a_tile_of_other_numbers_is_refused() -> None:
+    """A stage of two groups would be scaled with one scale."""
+    grouped = Numbers("float8_e4m3fn", "float8_e4m3fn", "bfloat16", grouped=True)
+    tile = Config(2, 1, 64, 2, 2, bits=8)
+    assert spec_of_numbers(tile, replace(grouped, grouped=False), "none", False, False)
+    for config, told in (
+        (tile, "units=1"),
+        (Config(2, 1, 64, 1, 2), "bits=8"),
+        (Config(2, 1, 64, 1, 2, bits=8, four_bit_w=True), "four_bit_w=False"),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            spec_of_numbers(config, grouped, "none", False, False)

@@ -168,7 +168,7 @@ class Launch:
                 hint="their clones: NM(w.shape, w.values.clone(), w.meta.clone(), w.pattern)",
             )
         # Beyond float32 it is infinite, as on the CPU.
-        factors = ctypes.c_float(alpha).value, scales.out_multiplier
+        factors = [ctypes.c_float(each).value for each in (alpha, scales.out_multiplier)]
         codes = (x, row, -(-self.problem.k // 32) * 16) if self.element is None else (0, 0, 0)
         pointers = (y, *added, scales.w, scales.x, codes[0])
         layout = (scales.groups, scales.x_step, *codes[1:], scales.w_shift)

@@ -234,10 +234,14 @@ struct Line {
     const int row = threadIdx.x % 128 / kChunks + i * Pieces<C>::kLines;
     const int width = args.out / C::kFold;
     at = ((long long)(token0 + row) * width + first) * kBytes + chunk * 16;
-    shared = buffer + row * 128 + (chunk ^ row % 8) * 16;
     exists = token0 + row < args.tokens && first + chunk * kOfChunk < width;
-    // Narrow lines are fewer than there are threads for.
-    if constexpr (Pieces<C>::kLines > C::kStoreTokens) exists = exists && row < C::kStoreTokens;
+    int line = row;
+    if constexpr (Pieces<C>::kLines > C::kStoreTokens) {
+      // Narrow lines are fewer than there are threads for: the others read what is there.
+      exists = exists && row < C::kStoreTokens;
+      line = row % C::kStoreTokens;
+    }
+    shared = buffer + line * 128 + (chunk ^ line % 8) * 16;
   }
 };
 

@@ -11,9 +11,10 @@ from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.pattern import NMPattern, parse_pattern
 from ...formats.quantized import Quantized
-from .._product import Plan, is_hopper
-from .int4_dispatch import Int4Call, int4_product
+from .._product import Plan
+from .int4_dispatch import Int4Call, int4_product, needs_gradient
 from .kernel import ACTIVATIONS, Config
+from .op import why_no_launch
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -38,7 +39,8 @@ def spmm_nm_int4(
     are exact in a group (int8) or promoted after it (E4M3), and scaled in float32.
 
     On a Hopper GPU a 2:4 or 1:4 weight with groups of 32, 64 or 128 columns runs as one kernel (for
-    x of 8 bits: of 128). All else, and x that needs a gradient, decodes w at every call.
+    x of 8 bits: of 128). All else decodes w at every call; so does what needs a gradient: x, its
+    scale, the bias or the residual.
 
     Args:
         w: [out, k], int4 codes in `nm` format.
@@ -84,17 +86,24 @@ def plan_int4(w: Quantized, x: Tensor) -> Plan:
     return Plan("spmm_nm_int4", "kernel", "wgmma.sp, w widened in registers")
 
 
-def why_no_int4_kernel(w: Quantized, x: Tensor) -> str | None:
-    """What keeps the kernel from running, as a clause; None if nothing does."""
+def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | None:
+    """What keeps the kernel from running, as a clause; None if nothing does.
+
+    Args:
+        w: The weight.
+        x: What it multiplies.
+        added: Scale of x, bias and residual.
+    """
     if not x.is_cuda:
         return f"x is on {x.device.type}"
     pattern = parse_pattern(str(w.codes_attributes["pattern"]))
     if not isinstance(pattern, NMPattern) or windows_of(pattern) != 1:
         return f"{pattern} needs x gathered for each window"
-    if not is_hopper(x.get_device()):
-        return "the GPU is no H100 or H200"
-    if torch.is_grad_enabled() and x.requires_grad:
-        return "x needs a gradient"
+    parts = [w.tensors[name] for name in ("values", "meta", "scales")]
+    if (reason := why_no_launch(parts, x)) is not None:
+        return reason
+    if needs_gradient(x, *added):
+        return "a gradient is to be kept"
     groups = (128,) if x.dtype in _CODES else (32, 64, 128)
     if w.scheme.group not in groups:
         return f"{w.scheme} has no scale for each {' or '.join(map(str, groups))} columns"

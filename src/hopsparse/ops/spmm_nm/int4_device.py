@@ -97,6 +97,7 @@ def choose_int4(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
 
 def load(problem: Problem, numbers: Numbers, device: int) -> None:
     """Compile and load what a plain product runs, where that was not done before."""
+    one_of(device)
     _launch(problem, numbers, "none", False, device, None)
 
 

@@ -14,6 +14,7 @@ from ...formats.quantized import Quantized
 from .._product import product
 from .dispatch import LIBRARY
 from .kernel import Config
+from .op import is_recorded
 from .reference import apply_activation
 
 Added = tuple[Tensor | None, Tensor | None, Tensor | None]  # scale of x, bias, residual
@@ -43,14 +44,20 @@ def int4_product(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tenso
         added: Scale of x, bias and residual.
         call: The rest.
     """
-    if torch.compiler.is_compiling():
-        tensors = [w.tensors[name] for name in _PARTS]
+    tensors = [w.tensors[name] for name in _PARTS]
+    # The operator has no gradients: what needs one is traced through instead.
+    if is_recorded(*tensors, x, *added) and not needs_gradient(x, *added):
         facts = [str(w.codes_attributes["pattern"]), str(w.scheme), call.activation]
         made: Tensor = _spmm_nm_int4(
             tensors, x, list(added), w.shape[0], facts, w.dtype, call.out_dtype
         )
         return made
     return _chosen(w, x, added, call)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is made of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
@@ -78,7 +85,7 @@ def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
 def _chosen(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
     from .int4 import why_no_int4_kernel
 
-    if why_no_int4_kernel(w, x) is not None:
+    if why_no_int4_kernel(w, x, *added) is not None:
         return reference(w, x, added, call)
     # Here, because a process on the CPU needs neither a compiler nor a driver.
     from .int4_device import run

@@ -260,7 +260,12 @@ def spec_for(
 def spec_of_numbers(
     config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool
 ) -> KernelSpec:
-    """The kernel of a config for any dtypes; the rest is as for `spec_for`."""
+    """The kernel of a config for any dtypes; the rest is as for `spec_for`.
+
+    Raises:
+        ArgumentError: The config is a tile of other numbers.
+    """
+    _check_numbers(config, numbers)
     direct = direct or not _has_lines(config, numbers, activation)
     producer, consumer = _registers(config, numbers)
     words = [f"int4 {side}" for side in "wx" if getattr(numbers, side) == "int4"]
@@ -281,6 +286,18 @@ def spec_of_numbers(
     )
     check(spec, target("h200"), (producer, *[consumer] * config.warpgroups))
     return spec
+
+
+def _check_numbers(config: Config, numbers: Numbers) -> None:
+    bits, four_bit_w = _UNIT_BITS // WORD // words_of(numbers.kind), numbers.w == "int4"
+    grouped = numbers.grouped and config.units > 1  # a stage has one scale a row
+    if (config.bits, config.four_bit_w) != (bits, four_bit_w) or grouped:
+        units = ", units=1" if numbers.grouped else ""
+        raise ArgumentError(
+            f"{config} for {numbers}",
+            need=f"a tile with bits={bits}, four_bit_w={four_bit_w}{units}",
+            hint="config=None, which chooses one",
+        )
 
 
 def _text(config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from numbers import Real
 
@@ -163,6 +163,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether an operator must be seen: something is traced or recorded, or has another class."""
+    if torch.compiler.is_compiling() or _is_recorded():
+        return True
+    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
+
+
 # Asked at every call: looked up once, they take two thirds of the time.
 _modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
@@ -255,9 +262,19 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if windows_of(w.pattern) != 1:
         return f"{w.pattern} needs x gathered for each window"
-    if not (w.values.is_contiguous() and w.meta.is_contiguous()):
+    return why_no_launch((w.values, w.meta), x)
+
+
+def why_no_launch(parts: Iterable[Tensor], x: Tensor) -> str | None:
+    """What keeps any kernel of this operator from running, whatever it multiplies.
+
+    Args:
+        parts: Of w.
+        x: On a GPU.
+    """
+    if not all(part.is_contiguous() for part in parts):
         return "a part of w is not contiguous"
-    if not is_hopper(x.device.index):
+    if not is_hopper(x.get_device()):
         return "the GPU is no H100 or H200"
     if is_transformed():
         return "torch.func or a forward derivative is at work"

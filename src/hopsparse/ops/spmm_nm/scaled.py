@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from ...errors import ArgumentError, UnsupportedError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
-from .._product import Plan, is_hopper
+from .._product import Plan
 from .cost import Problem
 from .kernel import ACTIVATIONS, SWIGLU, Config
+from .op import why_no_launch
 from .scaled_dispatch import GROUP, Call, Pair, four_bits, scaled
 
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -24,7 +26,8 @@ _X_DTYPES = {
 }
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SUMS = ("promoted", "fast")
-_LONGEST_INT8 = 2 * 2**31 // 128**2  # half of its columns are kept, and -128 * -128 is 2^14
+# Two of every four columns are kept, also of the last ones, and -128 * -128 is 2^14.
+_LONGEST_INT8 = (2**31 - 1) // 2**14 // 2 * 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def spmm_nm_scaled(
 
     Raises:
         ArgumentError: Arguments do not fit each other.
-        UnsupportedError: A side is longer than 2^31 - 2^13, or k of int8 than 2^18 - 1; or a CUDA
+        UnsupportedError: A side is longer than 2^31 - 2^13, or k of int8 than 2^18 - 4; or a CUDA
             graph is being captured, and the kernel is not loaded yet.
 
     Example:
@@ -156,7 +159,7 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
         return f"x is on {x.device.type}"
     if windows_of(w.pattern) != 1:
         return f"{w.pattern} needs x gathered for each window"
-    return None if is_hopper(x.device.index) else "the GPU is no H100 or H200"
+    return why_no_launch((w.values, w.meta), x)
 
 
 def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
@@ -169,10 +172,10 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
     if x.dtype not in dtypes or x.device != w.device:
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
         _refuse(f"x is {x.dtype} on {x.device}", need, f"ops.quantize_rows(x, {w.dtype})")
-    if w.dtype == torch.int8 and k >= _LONGEST_INT8:
+    if w.dtype == torch.int8 and k > _LONGEST_INT8:
         raise UnsupportedError(
             f"spmm_nm_scaled: int8 rows of {k}",
-            need=f"less than {_LONGEST_INT8}: their sums may leave int32",
+            need=f"at most {_LONGEST_INT8}: their sums may leave int32",
             hint="w and x in pieces along k",
         )
     few = four_bits(w.dtype, x.dtype)
@@ -212,10 +215,11 @@ def _check_added(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Non
     known = (*_WIDE, torch.int32, *CODES)
     if dtype not in known:
         _refuse(f"out_dtype={dtype}", ", ".join(map(str, known)), "torch.bfloat16")
+    # A tensor would be found again by its identity, whatever it holds by then.
     if (call.out_scale is not None) != (dtype in CODES) or not (
-        call.out_scale is None or call.out_scale > 0
+        call.out_scale is None or (isinstance(call.out_scale, Real) and call.out_scale > 0)
     ):
-        need = "a positive one for a result in 8 bits, none for any other"
+        need = "a positive number for a result in 8 bits, none for any other"
         _refuse(f"scaling.out={call.out_scale} for {dtype}", need, "Scaling(out=0.1)")
     scaled_up = any(t is not None for t in (*scales, bias)) or call.activation != "none"
     if call.activation == SWIGLU and (out % 16 or residual is not None):

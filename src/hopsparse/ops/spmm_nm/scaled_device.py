@@ -7,8 +7,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ...formats.nm import NM
-from ...launch import KnownLaunches, current_stream, device_facts
+from ...launch import KnownLaunches, current_stream, device_facts, is_capturing
 from ...tune import machine_of
 from .cost import Problem
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
@@ -88,6 +89,7 @@ def load(
     problem: Problem, numbers: Numbers, activation: str, has_residual: bool, device: int
 ) -> None:
     """Compile and load what a problem runs, where that was not done before."""
+    one_of(device)
     _launch(problem, numbers, activation, has_residual, device, None)
 
 
@@ -123,5 +125,17 @@ def groups_of_scale(scale: Tensor | None, out: int) -> int:
 
 @cache
 def one_of(device: int) -> Tensor:
-    """The scale of what has none."""
-    return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
+    """The scale of what has none; there for every stream once this has returned.
+
+    Raises:
+        UnsupportedError: A CUDA graph is being captured, which would keep the 1 to its replays.
+    """
+    if is_capturing(device):
+        raise UnsupportedError(
+            "a first product of codes while a CUDA graph is captured",
+            need="one call before, or what prepares it",
+            hint="make the same call once before the capture",
+        )
+    one = torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
+    one.item()  # Waits for it.
+    return one

@@ -15,6 +15,7 @@ from ...formats.pattern import NMPattern, parse_pattern
 from ...formats.quantized import unpack_nibbles
 from .dispatch import LIBRARY
 from .kernel import SWIGLU, Config, fold_of
+from .op import is_recorded
 from .reference import apply_activation
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -50,7 +51,7 @@ def scaled(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
         added: Bias and residual.
         call: The rest.
     """
-    if torch.compiler.is_compiling():
+    if is_recorded(w.values, w.meta, x, *scales, *added):
         made: Tensor = _spmm_nm_scaled(
             [w.values, w.meta],
             x,
