@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopsparse.formats import NM, Quantized
+from hopsparse.formats import NM, NMPattern, Quantized
 from hopsparse.formats.scheme import parse_scheme
 from hopsparse.measure.error import finish_bound, product_bound
 from hopsparse.ops import spmm_nm_int4
@@ -105,7 +105,7 @@ def test_every_code_in_every_place(dtype: torch.dtype, device: torch.device) -> 
 def test_random_numbers_stay_in_bound(
     scheme: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    dense = magnitude(torch.randn(320, 1088).to(dtype), "2:4")
+    dense = magnitude(torch.randn(320, 1088).to(dtype), NMPattern(2, 4))
     w = quantize_matrix(dense, f"2:4+{scheme}").to(device)
     x, bias = torch.randn(77, 1088, device=device).to(dtype), torch.randn(320, device=device)
     y = spmm_nm_int4(w, x, bias=bias.to(dtype))
@@ -201,7 +201,7 @@ def test_parts_that_are_not_contiguous_are_decoded(device: torch.device) -> None
 
 
 def test_what_has_no_kernel_is_decoded(device: torch.device) -> None:
-    dense = magnitude(torch.randn(64, 256).bfloat16(), "2:4")
+    dense = magnitude(torch.randn(64, 256).bfloat16(), NMPattern(2, 4))
     x = torch.randn(5, 256, device=device).bfloat16()
     by_row = quantize_matrix(dense, "2:4+int4:0").to(device)
     assert "no scale for each 32 or 64 or 128" in plan_int4(by_row, x).describe()
