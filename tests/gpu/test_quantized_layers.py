@@ -41,3 +41,15 @@ def test_with_a_gradient_to_keep_it_decodes(device: torch.device) -> None:
     layer(x).sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4:128/int8"])
+def test_a_compiled_layer_multiplies_codes(scheme: str, device: torch.device) -> None:
+    torch.compiler.reset()
+    dense = magnitude(torch.randn(64, 256).bfloat16(), NMPattern(2, 4))
+    layer = SparseLinear(quantize_matrix(dense, f"2:4+{scheme}")).to(device)
+    x = torch.randn(5, 256, device=device).bfloat16()
+    with torch.no_grad():
+        expected = layer(x)
+        made = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(made(x), expected)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hopsparse.errors import ArgumentError, UnsupportedError
-from hopsparse.formats import MatrixFacts, parse_form, parse_pattern
+from hopsparse.formats import MatrixFacts, Quantized, parse_form, parse_pattern
 from hopsparse.measure.error import product_bound
 from hopsparse.nn import SparseLinear
+from hopsparse.nn._codes import put_together
 from hopsparse.ops import decompress
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix, round_inputs
@@ -234,3 +236,18 @@ def test_plan_and_repr_say_the_scheme() -> None:
 def test_a_dense_layer_cannot_be_quantized_by_token() -> None:
     with pytest.raises(ArgumentError, match="format 'quantized'"):
         SparseLinear.from_linear(nn.Linear(4, 4), "quantized")
+
+
+def test_codes_are_put_together_again_only_where_a_part_is_another_tensor() -> None:
+    weight = magnitude(torch.randn(8, 64), parse_pattern("2:4"))
+    layer = SparseLinear(quantize_matrix(weight, "2:4+int8"))
+    form = cast(Quantized, layer._form)
+    first = put_together(layer, form)
+    assert put_together(layer, form) is first
+    assert torch.equal(first.to_dense(), layer.to_dense())
+    layer.scales = 2 * layer.scales
+    doubled = put_together(layer, form)
+    assert torch.equal(doubled.to_dense(), 2 * first.to_dense())
+    layer.bfloat16()
+    assert put_together(layer, cast(Quantized, layer._form)).dtype == torch.bfloat16
+    assert copy.deepcopy(layer)._assembled is None

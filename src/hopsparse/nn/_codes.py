@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
@@ -60,6 +60,31 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
     return not (torch.is_grad_enabled() and learns)
 
 
+def put_together(layer: nn.Module, form: Quantized) -> Quantized:
+    """The weight of a layer, made again only where a part is another tensor.
+
+    Args:
+        layer: Has the parts, and keeps what was made as `_assembled`.
+        form: The weight without its tensors.
+    """
+    known = None if torch.compiler.is_compiling() else layer.__dict__["_assembled"]
+    buffers = layer._buffers
+    if known is None or any(buffers.get(name) is not part for name, part in known.tensors.items()):
+        known = form.with_parts({name: getattr(layer, name) for name in form.tensors})
+        if not torch.compiler.is_compiling():
+            layer.__dict__["_assembled"] = known
+    return cast(Quantized, known)
+
+
+def _nm(w: Quantized) -> NM:
+    """The codes of 8 bits, which share the memory of w; made once."""
+    if torch.compiler.is_compiling():
+        return cast(NM, w.codes())
+    if (known := w.__dict__.get("_nm")) is None:
+        known = w.__dict__["_nm"] = w.codes()
+    return cast(NM, known)
+
+
 def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
     """One launch for inputs of 16 bits; else two: rows of x to codes and scales, and the product.
 
@@ -77,7 +102,7 @@ def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
         x, scales = quantize_rows(x, _CODES[scheme.activations], scale=static)
     if scheme.weights == "int4":
         return spmm_nm_int4(w, x, scales, bias=bias)
-    weight, scaling = cast(NM, w.codes()), _scaling(w, scales)
+    weight, scaling = _nm(w), _scaling(w, scales)
     return spmm_nm_scaled(weight, x, scaling, bias=bias, out_dtype=w.dtype)
 
 
@@ -91,7 +116,7 @@ def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     # As many codes as x will become, of which one is there: a plan reads none.
     each = 2 if w.scheme.activations == "int4" else 1
     codes = x.new_empty((), dtype=_stored(w)).expand(*x.shape[:-1], w.shape[1] // each)
-    told = plan_scaled(cast(NM, w.codes()), codes, _scaling(w), out_dtype=x.dtype)
+    told = plan_scaled(_nm(w), codes, _scaling(w), out_dtype=x.dtype)
     return Plan("linear", told.name, f"quantize_rows, then {told.why}")
 
 
@@ -116,8 +141,7 @@ def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
         if w.scheme.weights == "int4":
             prepare_int4(w, max_tokens, x_dtype=_stored(w))
         else:
-            codes = cast(NM, w.codes())
-            prepare_scaled(codes, max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
+            prepare_scaled(_nm(w), max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
         # Rows that start on 16 bytes have another kernel than rows that do not.
         for each in (row[:, :k], row[:, 1:]) if kind != "none" else ():
             quantize_rows(each, _CODES[kind], scale=w.tensors.get("input_scale"))

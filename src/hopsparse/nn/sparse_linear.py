@@ -28,7 +28,7 @@ from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
-from ._codes import codes_plan, prepare_codes, product_of_codes, rounded, takes_codes
+from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import allocated, broken_parts, realigned, stored
 
@@ -87,7 +87,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
-    _assembled: NM | None
+    _assembled: SparseMatrix | None
     _dense_counts: DenseCounts  # Of what was assembled last.
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
@@ -281,7 +281,7 @@ class SparseLinear(nn.Module):
                 return spmm_nm.run_kernel(packed, x, bias)
         elif isinstance(form, Quantized):
             if takes_codes(form, x, self.bias):
-                return product_of_codes(cast(Quantized, self.matrix), x, self.bias)
+                return product_of_codes(put_together(self, form), x, self.bias)
             x = rounded(x, form, self._buffers.get("input_scale"))
         weight = self._kept_weight()
         if weight is None:
@@ -302,7 +302,7 @@ class SparseLinear(nn.Module):
 
     def _packed(self) -> NM:
         """The matrix, put together again only where a part is another tensor."""
-        parts, known = self._buffers, self._assembled
+        parts, known = self._buffers, cast("NM | None", self._assembled)
         # Values that are trained may be a Parameter, which is no buffer.
         values, meta = parts.get("values"), parts.get("meta")
         if not known or known.values is not values or known.meta is not meta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from ...formats.quantized import Quantized
 from .._product import Plan
 from .int4_dispatch import Int4Call, int4_product, needs_gradient
 from .kernel import ACTIVATIONS, Config
-from .op import why_no_launch
+from .op import check_parts, why_no_launch
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -96,8 +97,7 @@ def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | 
     """
     if not x.is_cuda:
         return f"x is on {x.device.type}"
-    pattern = parse_pattern(str(w.codes_attributes["pattern"]))
-    if not isinstance(pattern, NMPattern) or windows_of(pattern) != 1:
+    if _is_gathered(pattern := str(w.codes_attributes["pattern"])):
         return f"{pattern} needs x gathered for each window"
     parts = [w.tensors[name] for name in ("values", "meta", "scales")]
     if (reason := why_no_launch(parts, x)) is not None:
@@ -110,9 +110,14 @@ def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | 
     return None
 
 
+@cache
+def _is_gathered(pattern: str) -> bool:
+    found = parse_pattern(pattern)
+    return not isinstance(found, NMPattern) or windows_of(found) != 1
+
+
 def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: Int4Call) -> None:
-    if not torch.compiler.is_compiling():
-        w._check_parts()
+    check_parts(w, w.tensors.values())
     out, k = w.shape
     if x.ndim < 1 or x.shape[-1] != k:
         _refuse(f"x of shape {list(x.shape)}", f"[..., {k}] for a weight [{out}, {k}]", "x.mT")

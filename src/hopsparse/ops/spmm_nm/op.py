@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ArgumentError
+from ...formats import SparseMatrix
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from ...tune import machine_of
@@ -295,6 +296,24 @@ def _has_passed(op: str, w: NM) -> bool:
         return False
     w.__dict__["_passed"] = looks
     return True
+
+
+def check_parts(w: SparseMatrix, parts: Iterable[Tensor]) -> None:
+    """Refuse parts that are not what the format says; asked again only when one looks otherwise.
+
+    Args:
+        w: The weight.
+        parts: All of it.
+
+    Raises:
+        FormatError: It says which part.
+    """
+    if torch.compiler.is_compiling():
+        return
+    looks = [(part.shape, part.dtype, part.get_device()) for part in parts]
+    if w.__dict__.get("_checked") != looks:
+        w._check_parts()
+        w.__dict__["_checked"] = looks
 
 
 def check_choices(alpha: object, config: object) -> None:

@@ -15,7 +15,7 @@ from ...formats.nm import NM
 from .._product import Plan
 from .cost import Problem
 from .kernel import ACTIVATIONS, SWIGLU, Config
-from .op import why_no_launch
+from .op import check_parts, why_no_launch
 from .scaled_dispatch import GROUP, Call, Pair, four_bits, scaled
 
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -166,8 +166,7 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
     if not isinstance(w, NM) or w.dtype not in CODES:
         kind = w.dtype if isinstance(w, NM) else type(w).__name__
         _refuse(f"w of {kind}", "an NM matrix of int8 or float8_e4m3fn", "spmm_nm for 16 bits")
-    if not torch.compiler.is_compiling():
-        w._check_parts()
+    check_parts(w, (w.values, w.meta))
     (out, k), dtypes = w.shape, _X_DTYPES[w.dtype]
     if x.dtype not in dtypes or x.device != w.device:
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
