@@ -251,7 +251,7 @@ def test_runs_on_the_stream_of_torch(device: torch.device) -> None:
     want = quantize_rows(x, torch.int8)
     target, slow = torch.zeros_like(x), torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         for _ in range(20):
             slow = slow @ slow
         target.copy_(x)  # late: any other stream still sees zeros

@@ -185,7 +185,8 @@ def test_what_is_added_gets_its_gradient(name: str, device: torch.device) -> Non
     shape = (72,) if name == "bias" else (9, 72)
     added = torch.zeros(shape, dtype=BF16, device=device).requires_grad_()
     bias, residual = (added, None) if name == "bias" else (None, added)
-    spmm_nm_int4(w, x, bias=bias, residual=residual).sum().backward()
+    y = spmm_nm_int4(w, x, bias=bias, residual=residual)
+    y.sum().backward()  # type: ignore[no-untyped-call]
     assert added.grad is not None
     assert (added.grad == (9 if name == "bias" else 1)).all()
 

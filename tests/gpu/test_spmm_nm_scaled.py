@@ -94,13 +94,10 @@ def test_16_bit_results_leave_by_lines(kind: str, config: Config, device: torch.
     for tokens, out, k in SHAPES:
         torch.manual_seed(out)
         dense, (x, right) = two_four(out, k, dtype, device), inputs(numbers, tokens, k, device)
-        scaling = replace(
-            scaling,
-            w=2.0 ** torch.randint(-1, 2, (out, 1), device=device),
-            x=2.0 ** torch.randint(-1, 2, (tokens, 1), device=device),
-        )
+        of_w, of_x = (2.0 ** torch.randint(-1, 2, (n, 1), device=device) for n in (out, tokens))
+        scaling = replace(scaling, w=of_w, x=of_x)
         y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, config=config)
-        expected = exact(right, dense) * scaling.x.double() * scaling.w.double().T
+        expected = exact(right, dense) * of_x.double() * of_w.double().T
         assert torch.equal(y, expected.bfloat16()), (tokens, out, k)
 
 
@@ -121,10 +118,9 @@ def test_it_is_as_defined(
     tokens, out, k = 77, 136, 1168
     w = NM.from_dense(two_four(out, k, E4M3, device))
     x = integers((tokens, k), x_dtype, device)
-    scaling = Scaling(
-        torch.rand(out, device=device) + 0.5, torch.rand(tokens, 1, device=device) / 16, sums=sums
-    )
-    scaled = exact(x, w.to_dense()) * scaling.x.double() * scaling.w.double()
+    of_w, of_x = torch.rand(out, device=device) + 0.5, torch.rand(tokens, 1, device=device) / 16
+    scaling = Scaling(of_w, of_x, sums=sums)
+    scaled = exact(x, w.to_dense()) * of_x.double() * of_w.double()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         bias = torch.randn(out, device=device).to(dtype)
         residual = torch.randn(tokens, out, device=device).to(dtype)

@@ -11,7 +11,11 @@ from hopsparse.quant.grid import LARGEST, to_codes
 from tests.helpers.matrices import bits
 
 KINDS = ("int8", "fp8", "int4")
-DTYPE_OF = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": "int4"}
+DTYPE_OF: dict[str, torch.dtype | str] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": "int4",
+}
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 

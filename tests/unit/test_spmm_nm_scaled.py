@@ -238,15 +238,26 @@ def test_who_records_operators_sees_one_and_transforms_see_through_it() -> None:
     assert torch.equal(torch.vmap(lambda x: spmm_nm_scaled(w, x))(x), expected)
 
 
-def test_a_tile_of_other_numbers_is_refused() -> None:
-    """A stage of two groups would be scaled with one scale."""
-    grouped = Numbers("float8_e4m3fn", "float8_e4m3fn", "bfloat16", grouped=True)
-    tile = Config(2, 1, 64, 2, 2, bits=8)
-    assert spec_of_numbers(tile, replace(grouped, grouped=False), "none", False, False)
-    for config, told in (
-        (tile, "units=1"),
-        (Config(2, 1, 64, 1, 2), "bits=8"),
-        (Config(2, 1, 64, 1, 2, bits=8, four_bit_w=True), "four_bit_w=False"),
-    ):
-        with pytest.raises(ArgumentError, match=told):
-            spec_of_numbers(config, grouped, "none", False, False)
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("tile", "numbers", "told"),
+    [
+        ({"units": 2}, {"grouped": True}, "units=1"),  # of two groups, with one scale
+        ({"units": 3}, {"promoted": True}, "units=1 or 2"),  # more columns than a bound counts
+        ({"units": 3}, {"x": "int4"}, "units=1 or 2 or 4"),  # rows of other places in the swizzle
+        ({"bits": 16}, {}, "bits=8, four_bit_w=False"),
+        ({"four_bit_w": True}, {}, "bits=8, four_bit_w=False"),
+        ({"units": 2}, {"w": "int4", "x": "bfloat16"}, "bits=16, four_bit_w=True"),
+    ],
+    ids=str,
+)
+def test_a_tile_of_other_numbers_is_refused(
+    tile: dict[str, Any], numbers: dict[str, Any], told: str
+) -> None:
+    right = Config(2, 1, 64, 1, 2, bits=8)
+    assert spec_of_numbers(right, Numbers(FP8, FP8, "bfloat16"), "none", False, False)
+    config, other = replace(right, **tile), replace(Numbers(FP8, FP8, "bfloat16"), **numbers)
+    with pytest.raises(ArgumentError, match=told):
+        spec_of_numbers(config, other, "none", False, False)

@@ -13,6 +13,7 @@ namespace spmm_nm {
 template <class C>
 struct FourBitX {
   static constexpr int kOfRow = 4 * C::kUnits, kRows = 128 / kOfRow;
+  static_assert(kRows % 8 == 0, "rows of a thread have one place in the swizzle");
   static constexpr int kCount = (C::kTokens + kRows - 1) / kRows;
   Piece piece[kCount];
 

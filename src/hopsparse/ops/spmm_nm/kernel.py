@@ -289,15 +289,25 @@ def spec_of_numbers(
 
 
 def _check_numbers(config: Config, numbers: Numbers) -> None:
-    bits, four_bit_w = _UNIT_BITS // WORD // words_of(numbers.kind), numbers.w == "int4"
-    grouped = numbers.grouped and config.units > 1  # a stage has one scale a row
-    if (config.bits, config.four_bit_w) != (bits, four_bit_w) or grouped:
-        units = ", units=1" if numbers.grouped else ""
+    made = _UNIT_BITS // WORD // words_of(numbers.kind), numbers.w == "int4"
+    units = _units_of(numbers)
+    if (config.bits, config.four_bit_w) != made or (units and config.units not in units):
+        counts = f", units={' or '.join(map(str, units))}" if units else ""
         raise ArgumentError(
             f"{config} for {numbers}",
-            need=f"a tile with bits={bits}, four_bit_w={four_bit_w}{units}",
+            need=f"a tile with bits={made[0]}, four_bit_w={made[1]}{counts}",
             hint="config=None, which chooses one",
         )
+
+
+def _units_of(numbers: Numbers) -> tuple[int, ...]:
+    """Units of a stage that a kernel gets right; none if any will do."""
+    if numbers.grouped:
+        return (1,)  # a stage has one scale a row
+    if numbers.promoted:
+        return (1, 2)  # whose sums stay in the tensor cores: measure.error.PROMOTED_COLUMNS
+    # A thread that widens x has rows of one place in the swizzle.
+    return (1, 2, 4) if numbers.x == "int4" else ()
 
 
 def _text(config: Config, numbers: Numbers, activation: str, residual: bool, direct: bool) -> str:
