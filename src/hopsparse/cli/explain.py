@@ -9,7 +9,7 @@ import typer
 
 from .console import bytes_text, print_json, stdout
 from .options import command
-from .problems import check_sums, numbers_of, problem_of, shape_of
+from .problems import check_dtype, check_sums, numbers_of, problem_of, shape_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,7 @@ def run(options: Explain) -> None:
     from ..ops.spmm_nm.explain import target_of
     from ..plan import parse_target
 
+    check_dtype(options.dtype)
     check_sums(options.dtype, options.sums, options.grouped)
     shape, how = shape_of(options.shape), (options.sums, options.grouped)
     problem = problem_of("", shape, options.tokens, options.dtype, *how)
