@@ -34,11 +34,15 @@ class Explain:
             help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x)."
         ),
     ] = "bfloat16"
-    sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (
-        "promoted"
-    )
+    sums: Annotated[
+        str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted, as in layers, or fast.")
+    ] = "promoted"
     grouped: Annotated[
-        bool, typer.Option("--grouped", help="8-bit floats with a scale for each 128 columns of w.")
+        bool,
+        typer.Option(
+            "--grouped",
+            help="8-bit floats with a scale for each 128 columns of w; layers have one a row.",
+        ),
     ] = False
     target: Annotated[
         str | None,
