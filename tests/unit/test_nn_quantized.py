@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hopsparse.cli.tune_problems import _CODES_OF
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import MatrixFacts, parse_form, parse_pattern
-from hopsparse.formats.scheme import parse_scheme
 from hopsparse.measure.error import product_bound
 from hopsparse.nn import SparseLinear
-from hopsparse.nn._codes import _PAIRS
 from hopsparse.ops import decompress
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix, round_inputs
@@ -238,19 +234,3 @@ def test_plan_and_repr_say_the_scheme() -> None:
 def test_a_dense_layer_cannot_be_quantized_by_token() -> None:
     with pytest.raises(ArgumentError, match="format 'quantized'"):
         SparseLinear.from_linear(nn.Linear(4, 4), "quantized")
-
-
-def test_the_page_names_the_schemes_that_have_a_kernel() -> None:
-    """Its section "What runs today", and what `hopsparse tune` calls what they multiply."""
-    text = (Path(__file__).parents[2] / "docs" / "quant.md").read_text(encoding="utf-8")
-    rows = text.split("| scheme | what runs |")[1].split("\n\n")[0].splitlines()[2:]
-    found, names = set(), {}
-    for row in rows:
-        _, schemes, _, dtype, _ = row.split("|")
-        for scheme in map(parse_scheme, re.findall("`(.+?)`", schemes)):
-            pair = scheme.weights, scheme.activations
-            found.add((*pair, scheme.group))
-            names[pair] = dtype.strip().strip("`")
-    assert found == {(*pair, group) for pair, groups in _PAIRS.items() for group in groups}
-    tuned = {pair: name for pair, name in names.items() if name != "none: not tuned"}
-    assert tuned == _CODES_OF
