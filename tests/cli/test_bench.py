@@ -33,6 +33,7 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
         (("--shape", "64x64", "--dtype", "int4"), "dtype 'int4'"),
+        (("--shape", "64x64", "--dtype", "fp8"), "try   --dtype float8_e4m3fn"),
         (("--shape", "64x64", "--scaling", "rows"), "--scaling rows of bfloat16"),
         (("--shape", "64x64", "--dtype", "float16", "--scaling", "none"), "--scaling none of"),
         (("--shape", "64x64", "--dtype", "int8", "--scaling", "row"), "scaling 'row'"),

@@ -167,6 +167,8 @@ def test_codes_have_their_own_tiles_floors_and_reasons(
     assert floor["operations_us"] == pytest.approx(1e6 * 2 * 4096**3 / peak)
     assert "a gradient is to be kept" in told["dense_runs_when"]
     assert any("8 bits has the constants of 16" in each for each in told["notes"])
+    calls_alone = any(f"no layer has {sums} sums" in each for each in told["notes"])
+    assert calls_alone == (sums in ("fast", "grouped"))
 
 
 def test_a_winner_of_codes_is_told_for_its_sums_alone(run_json: Callable[..., Any]) -> None:
@@ -235,7 +237,7 @@ def test_the_text_says_what_runs_and_why(run: Run) -> None:
         (("--shape", "64x64", "--tokens", str(2**31)), "below 2^31"),
         (("--shape", f"{2**31}x64", "--tokens", "1"), "below 2^31"),
         (("--shape", "64x66", "--tokens", "1"), "k = 66"),
-        (("--shape", "64x64", "--tokens", "1", "--dtype", "int4"), "dtype 'int4'"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int4"), "float16, int8, float8_e4m3fn"),
         (("--shape", "64x64", "--tokens", "1", "--sums", "fast"), "--sums fast of bfloat16"),
         (("--shape", "64x64", "--tokens", "1", "--grouped"), "--grouped of bfloat16"),
         (("--shape", "64x64", "--tokens", "1", "--dtype", "int8", "--grouped"), "of int8"),

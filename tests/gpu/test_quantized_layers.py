@@ -25,7 +25,7 @@ def test_a_layer_multiplies_codes(scheme: str, has_bias: bool, device: torch.dev
         moved = layer.to(device)
         on_gpu = x.to(device)
         y = moved(on_gpu)
-    assert moved.plan(on_gpu).name == "kernel"
+        assert moved.plan(on_gpu).name == "kernel"  # outside, a bias would take a gradient
     assert moved._decoded is None
     assert y.dtype == torch.bfloat16
     # On the CPU codes times scales are rounded to bfloat16 before they are multiplied.

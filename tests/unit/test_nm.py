@@ -225,7 +225,7 @@ def test_a_matrix_that_is_not_2_4_is_refused(side, dtype):
     assert str(caught.value) == (
         "row 5, group 3 (columns 12 to 15) holds 3 non-zeros. "
         "Required: at most 2 in every 4 columns (2:4). "
-        'Try: hopsparse.prune.magnitude(weight, "2:4") first.'
+        "Try: hopsparse.prune.magnitude(weight, NMPattern(2, 4)) first."
     )
 
 

@@ -14,7 +14,7 @@ import typer
 from ..errors import ArgumentError
 from .console import number_text, print_json, stderr, stdout
 from .options import FAILED_EXIT, command
-from .problems import shape_of, tokens_of
+from .problems import check_dtype, shape_of, tokens_of
 
 if TYPE_CHECKING:
     from ..measure.contest import Way
@@ -130,6 +130,7 @@ def _problems(options: Bench) -> Sequence[Problem]:
             need="a measurement of energy",
             hint="--rounds, for times",
         )
+    check_dtype(options.dtype, tuple(CodedProblem.DTYPES))
     coded = options.dtype in CodedProblem.DTYPES
     if options.scaling is not None and not coded:
         raise ArgumentError(

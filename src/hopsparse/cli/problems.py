@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 #: Dtypes of codes, those of x behind a stroke where they are others.
 CODES = ("int8", "float8_e4m3fn", "float8_e4m3fn/int4")
 _PROMOTED = "promoted"
+# What users of quantized layers may write.
+_SCHEMES = {"fp8": "float8_e4m3fn", "fp8/int4": "float8_e4m3fn/int4"}
 
 # More digits than any size has: Python refuses to read thousands of them.
 _NUMBER = "[0-9]{1,18}"
@@ -48,6 +51,27 @@ def tokens_of(text: str) -> list[int]:
     if re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", text) is None:
         raise ArgumentError(f"tokens {text!r}", need="numbers with commas", hint="--tokens 1,256")
     return [int(word) for word in text.split(",")]
+
+
+def check_dtype(dtype: str | None, codes: Sequence[str] = CODES) -> None:
+    """Refuse a dtype that is neither of 16 bits nor of codes; None is for others to choose.
+
+    Raises:
+        ArgumentError: It says which there are.
+
+    Example:
+        >>> check_dtype("fp8")
+        Traceback (most recent call last):
+        hopsparse.errors.ArgumentError: dtype 'fp8'. Required: one of bfloat16, float16, int8, \
+float8_e4m3fn, float8_e4m3fn/int4. Try: --dtype float8_e4m3fn.
+    """
+    from ..measure.suite import Problem
+
+    known = (*Problem.DTYPES, *codes)
+    if dtype is not None and dtype not in known:
+        near = _SCHEMES.get(dtype)
+        hint = f"--dtype {near if near in known else known[0]}"
+        raise ArgumentError(f"dtype {dtype!r}", need="one of " + ", ".join(known), hint=hint)
 
 
 def check_sums(dtype: str, sums: str, grouped: bool) -> None:

@@ -40,7 +40,9 @@ class Forms:
     ] = None
     quant: Annotated[
         str | None,
-        typer.Option(metavar="SCHEME", help="Round kept weights: int8, fp8, int4:64, fp8/int4."),
+        typer.Option(
+            metavar="SCHEME", help="Round kept weights, and inputs: int8, fp8, int4:64, fp8/int4."
+        ),
     ] = None
     form: Annotated[
         list[str] | None,

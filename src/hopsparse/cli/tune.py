@@ -59,11 +59,15 @@ class Tune:
             "bfloat16, or those of the model or the suite."
         ),
     ] = None
-    sums: Annotated[str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted or fast.")] = (
-        "promoted"
-    )
+    sums: Annotated[
+        str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted, as in layers, or fast.")
+    ] = "promoted"
     grouped: Annotated[
-        bool, typer.Option("--grouped", help="8-bit floats with a scale for each 128 columns of w.")
+        bool,
+        typer.Option(
+            "--grouped",
+            help="8-bit floats with a scale for each 128 columns of w; layers have one a row.",
+        ),
     ] = False
     budget_s: Annotated[
         float | None,

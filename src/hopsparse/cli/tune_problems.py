@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from .problems import CODES, check_sums, problem_of, shape_of, tokens_of
+from .problems import CODES, check_dtype, check_sums, problem_of, shape_of, tokens_of
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem
@@ -48,6 +48,7 @@ def problems_of(options: Tune) -> Sequence[Problem]:
     from ..measure.suite import read_suite
     from ..tune import token_classes
 
+    check_dtype(options.dtype)
     # A model may have layers of both kinds.
     codes = options.model is not None and options.dtype not in CODES
     asked = "float8_e4m3fn" if codes else options.dtype or _KERNEL_DTYPES[0]
@@ -105,8 +106,10 @@ def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]
     if not found:
         raise ArgumentError(
             f"{model}, without a layer that has a kernel to tune",
-            need="2:4 layers of 16-bit values, or of 8-bit codes with a scale a row",
-            hint="--dtype bfloat16, if it is loaded in that; `hopsparse inspect` lists its layers",
+            need="2:4 layers of 16-bit values, or of 8-bit codes with 8-bit or int4 inputs and a "
+            "scale a row; weights of 4 bits are not tuned",
+            hint="`hopsparse inspect` lists its layers; --dtype bfloat16, if values are of 32 bits "
+            "and loaded in that",
         )
     return [(name, *key) for key, name in found.items()]
 

@@ -229,7 +229,7 @@ def full_group_error(pattern: NMPattern, row: int, group: int, count: int) -> Fo
         f"row {row}, group {group} (columns {start} to {start + pattern.m - 1}) "
         f"holds {count} non-zeros",
         need=f"at most {pattern.n} in every {pattern.m} columns ({pattern})",
-        hint=f'hopsparse.prune.magnitude(weight, "{pattern}") first',
+        hint=f"hopsparse.prune.magnitude(weight, NMPattern({pattern.n}, {pattern.m})) first",
     )
 
 

@@ -49,20 +49,21 @@ class SparseLinear(nn.Module):
     The parts of the matrix are buffers under their own names (`values`, `meta`, ...), so that
     state_dict, `.to()`, deepcopy and safetensors see plain tensors. A cast changes values only.
 
-    A 2:4 weight of 16-bit values runs its kernel on a Hopper GPU (docs/ops/spmm_nm.md), and nothing
-    is decoded; except for token counts where `hopsparse tune` measured dense to be faster. There,
-    and with every other weight, the first call decodes it and later calls multiply with what it
-    made: the time of the dense layer, and its memory on top of the stored matrix. The decoded
-    weight has the dtype of the values on every device (2 bytes an entry in bfloat16;
-    `plan(x).describe()` says how many in all) and is never saved, copied or moved. It is dropped
-    when a part is another tensor or was changed in place; only edits through `.data` go unnoticed.
+    A 2:4 weight of 16-bit values, or of codes of a scheme with a kernel (docs/quant.md), runs it on
+    a Hopper GPU, and nothing is decoded; except for token counts where `hopsparse tune` measured
+    dense to be faster (docs/ops/spmm_nm.md). There, and with every other weight, the first call
+    decodes it and later calls multiply with what it made: the time of the dense layer, and its
+    memory on top of the stored matrix. The decoded weight has the dtype of the values on every
+    device (2 bytes an entry in bfloat16; `plan(x).describe()` says how many in all) and is never
+    saved, copied or moved. It is dropped when a part is another tensor or was changed in place;
+    only edits through `.data` go unnoticed.
     `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead,
     or runs the kernel where there is one. So do compiled calls, values that need a gradient, and
     parts made in inference mode, whose changes torch does not count.
 
-    A `Quantized` matrix is multiplied as codes * scales, in float32 where x is float32 and rounded
-    to the dtype of x otherwise, with inputs that its scheme rounds first (docs/quant.md). A cast
-    changes the dtype that it stands for and touches neither codes nor scales.
+    A `Quantized` matrix without a kernel is multiplied as codes * scales, in float32 where x is
+    float32, else rounded to its dtype, with inputs that its scheme rounds first. A cast changes the
+    dtype that it stands for, and touches neither codes nor scales.
 
     `load_state_dict` refuses parts on the CPU that break the format, but parts of another matrix
     may be legal here: those of a 4:6 [8, 48] are those of a 2:4 [8, 64]. `torch.export` of a bare

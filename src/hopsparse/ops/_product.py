@@ -52,7 +52,7 @@ class Plan:
 
     Attributes:
         op: Name of the operator, or "linear" for a format without one.
-        name: "reference" (float32 accumulation) or "dense" (PyTorch's product).
+        name: "reference" (float32 accumulation), "kernel" (ours) or "dense" (PyTorch's product).
         why: The reason, as a clause.
     """
 

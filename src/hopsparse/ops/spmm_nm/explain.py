@@ -133,6 +133,10 @@ class Explanation:
             )
         if not FITTED[self.chosen.config.bits].source:
             found.append("the cost model of 8 bits has the constants of 16: nothing was fitted yet")
+        if self.sums in ("fast", "grouped"):
+            found.append(
+                f"no layer has {self.sums} sums: it is calls of spmm_nm_scaled that run this"
+            )
         if self.dense_us < self.chosen.predicted_us and not self.is_tuned:
             runs = (
                 "no layer runs codes dense"
