@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hopsparse.models._block import prune_path, rounding_in
 from hopsparse.models.llama import FAMILY
-from hopsparse.prune import Recipe, Reference, capture_inputs
+from hopsparse.prune import LayerReport, Recipe, Reference, capture_inputs
 from hopsparse.quant import Rounding
 
 # Token ids [1, tokens] by text; perplexity and every argmax by text.
@@ -145,11 +145,6 @@ def prune(
         rounding |= pruned.rounding
         scales |= pruned.scales
         print(f"block {index} {time.perf_counter() - wall:.0f} s", file=sys.stderr, flush=True)
-    errors = [r.output_error for r in reports if r.output_error is not None]
-    parts: dict[str, list[float]] = {}
-    for report in reports:
-        if report.output_error is not None:
-            parts.setdefault(report.name.rpartition(".")[2], []).append(report.output_error)
     return (
         rounding,
         scales,
@@ -157,13 +152,25 @@ def prune(
             "recipe": recipe.to_json(),
             "seconds": round(time.perf_counter() - wall, 1),
             "cpu_seconds": round(time.process_time() - cpu, 1),
-            "layer_seconds": round(sum(r.seconds for r in reports), 1),
-            "layers": [r.to_json() for r in reports] if options.layers else len(reports),
-            "mean_output_error": round(sum(errors) / len(errors), 5) if errors else None,
-            "output_error": {name: round(sum(p) / len(p), 4) for name, p in parts.items()},
-            "notes": sorted({r.note for r in reports if r.note}),
+            **_errors(reports, options.layers),
         },
     )
+
+
+def _errors(reports: list[LayerReport], each: bool) -> dict[str, Any]:
+    """What was lost, and in which kinds of layers."""
+    errors = [r.output_error for r in reports if r.output_error is not None]
+    parts: dict[str, list[float]] = {}
+    for report in reports:
+        if report.output_error is not None:
+            parts.setdefault(report.name.rpartition(".")[2], []).append(report.output_error)
+    return {
+        "layer_seconds": round(sum(r.seconds for r in reports), 1),
+        "layers": [r.to_json() for r in reports] if each else len(reports),
+        "mean_output_error": round(sum(errors) / len(errors), 5) if errors else None,
+        "output_error": {name: round(sum(p) / len(p), 4) for name, p in parts.items()},
+        "notes": sorted({r.note for r in reports if r.note}),
+    }
 
 
 def scales_path(weights: Path) -> Path:

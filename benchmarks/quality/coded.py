@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hopsparse.formats import Scheme, parse_form
+from hopsparse.formats import NM, Scheme, parse_form
 from hopsparse.measure.fp8 import exponents, fp8_sums
-from hopsparse.quant import expand_scales, input_scales, to_codes, weight_scales
+from hopsparse.ops import Scaling, quantize_rows, spmm_nm_scaled
+from hopsparse.quant import expand_scales, input_scales, quantize_matrix, to_codes, weight_scales
 
 SUMS = ("exact", "float32", "promoted", "fast")
 GROUP = 128  # columns between promotions, and those that share a scale where there are groups
@@ -210,7 +211,7 @@ def coded(
 
 
 def compiled(folder: Path) -> Any:
-    """fp8_chain.cpp as a library, compared with `fp8_sums` bit for bit."""
+    """fp8_chain.cpp as a library, compared with `fp8_sums` and the operator bit for bit."""
     source = Path(__file__).with_name("fp8_chain.cpp")
     made = folder / "fp8_chain.so"
     command = ["c++", "-O3", "-march=native", "-shared", "-fPIC", str(source), "-o", str(made)]
@@ -224,15 +225,28 @@ def compiled(folder: Path) -> Any:
             for n in (64, out)
         )
         rank = torch.rand(out, k // 4, 4, generator=draw).argsort(-1)
-        w = (w * (rank < 2).flatten(1)).to(E4M3)
-        x = x.clamp(-448, 448).to(E4M3)
-        chain, blocks = Chain(w.float(), library), Blocks(x.float())
-        assert torch.equal(blocks.exponents, exponents(blocks.values.to(E4M3)))
-        assert torch.equal(chain.sums(blocks, 0, k), fp8_sums(x, w)), (out, k)
-        parts = [chain.sums(blocks, at, min(at + GROUP, k)) for at in range(0, k, GROUP)]
-        total = functools.reduce(torch.add, parts)
-        assert torch.equal(total, fp8_sums(x, w, batch=GROUP)), (out, k)
+        _compare_sums(x.clamp(-448, 448).to(E4M3), (w * (rank < 2).flatten(1)).to(E4M3), library)
+    weight = torch.randn(24, 64, 4, generator=draw)
+    weight[..., 1:3] = 0
+    for product in (Product("2:4+int8", "exact"), Product("2:4+fp8")):
+        _compare_layer(torch.randn(3, 256, generator=draw), weight.flatten(1), product)
     return library
+
+
+def _compare_sums(x: Tensor, w: Tensor, library: Any) -> None:
+    chain, blocks, k = Chain(w.float(), library), Blocks(x.float()), x.shape[1]
+    parts = [chain.sums(blocks, at, min(at + GROUP, k)) for at in range(0, k, GROUP)]
+    assert torch.equal(blocks.exponents, exponents(blocks.values.to(E4M3)))
+    assert torch.equal(chain.sums(blocks, 0, k), fp8_sums(x, w)), x.shape
+    assert torch.equal(functools.reduce(torch.add, parts), fp8_sums(x, w, batch=GROUP)), x.shape
+
+
+def _compare_layer(x: Tensor, weight: Tensor, product: Product) -> None:
+    w = quantize_matrix(weight, product.form)
+    codes, scales = quantize_rows(x, w.codes().dtype)
+    scaling = Scaling(w=w.scales, x=scales)
+    expected = spmm_nm_scaled(cast(NM, w.codes()), codes, scaling, out_dtype=torch.float32)
+    assert torch.equal(Coded(weight, product, None, None)(x), expected), product.form
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
