@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hopsparse.models._block import prune_path, rounding_in
 from hopsparse.models.llama import FAMILY
-from hopsparse.prune import Recipe, Reference, capture_inputs
+from hopsparse.prune import LayerReport, Recipe, Reference, capture_inputs
 from hopsparse.quant import Rounding
 
 # Token ids [1, tokens] by text; perplexity and every argmax by text.
@@ -59,12 +59,13 @@ def main() -> None:
         if method != "dense":
             drawn = texts.calibration(tokenizer.encode, options.windows)
             calibration = [window.to(options.device) for window in drawn]
-            rounding, facts = prune(model, method, options, calibration)
+            rounding, scales, facts = prune(model, method, options, calibration)
             row |= facts
             with rounding_in(model, rounding):
                 result = evaluate(model, windows)
             if options.save:
                 torch.save(model.state_dict(), options.save)
+                torch.save(scales, scales_path(options.save))
         row |= quality_columns(result, reference)
         row["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         print(json.dumps({k: v for k, v in row.items() if k != "layers"}), flush=True)
@@ -96,8 +97,12 @@ def round_weights(module: nn.Module) -> None:
 
 def prune(
     model: Any, method: str, options: Any, windows: list[Tensor]
-) -> tuple[dict[str, Rounding], dict[str, Any]]:
-    """Prune all blocks in place; how inputs are rounded now, and a row on time and errors."""
+) -> tuple[dict[str, Rounding], dict[str, Tensor], dict[str, Any]]:
+    """Prune all blocks in place.
+
+    Returns:
+        How inputs are rounded now, scales of weights that have any, and a row on time and errors.
+    """
     recipe = Recipe(
         options.pattern,
         method=method,
@@ -124,7 +129,7 @@ def prune(
     )
     if inputs is not None and recipe.resolved_fit_to != "layer":
         inputs.reference = Reference(inputs, dict(FAMILY.residual))
-    reports, rounding = [], {}
+    reports, rounding, scales = [], {}, {}
     for index, block in enumerate(blocks):
         pruned = prune_path(
             block,
@@ -138,22 +143,39 @@ def prune(
         )
         reports += pruned.reports
         rounding |= pruned.rounding
+        scales |= pruned.scales
         print(f"block {index} {time.perf_counter() - wall:.0f} s", file=sys.stderr, flush=True)
+    return (
+        rounding,
+        scales,
+        {
+            "recipe": recipe.to_json(),
+            "seconds": round(time.perf_counter() - wall, 1),
+            "cpu_seconds": round(time.process_time() - cpu, 1),
+            **_errors(reports, options.layers),
+        },
+    )
+
+
+def _errors(reports: list[LayerReport], each: bool) -> dict[str, Any]:
+    """What was lost, and in which kinds of layers."""
     errors = [r.output_error for r in reports if r.output_error is not None]
     parts: dict[str, list[float]] = {}
     for report in reports:
         if report.output_error is not None:
             parts.setdefault(report.name.rpartition(".")[2], []).append(report.output_error)
-    return rounding, {
-        "recipe": recipe.to_json(),
-        "seconds": round(time.perf_counter() - wall, 1),
-        "cpu_seconds": round(time.process_time() - cpu, 1),
+    return {
         "layer_seconds": round(sum(r.seconds for r in reports), 1),
-        "layers": [r.to_json() for r in reports] if options.layers else len(reports),
+        "layers": [r.to_json() for r in reports] if each else len(reports),
         "mean_output_error": round(sum(errors) / len(errors), 5) if errors else None,
         "output_error": {name: round(sum(p) / len(p), 4) for name, p in parts.items()},
         "notes": sorted({r.note for r in reports if r.note}),
     }
+
+
+def scales_path(weights: Path) -> Path:
+    """Where the scales lie of weights that --save kept."""
+    return weights.with_suffix(".scales.pt")
 
 
 def evaluation_windows(tokenizer: Any, which: Iterable[str], device: str) -> Windows:
@@ -228,7 +250,7 @@ def _options() -> Any:
     parser.add_argument("--name", help="what the row is called")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=0, help="windows a call; 0 is all in one")
-    parser.add_argument("--save", type=Path, help="keep the pruned weights, rounded to bf16")
+    parser.add_argument("--save", type=Path, help="keep the pruned weights, and their scales")
     parser.add_argument("--layers", action="store_true", help="write the report of each layer")
     parser.add_argument(
         "--texts", nargs="+", default=["anchors"], choices=["anchors", "heldout", "other"]
