@@ -325,6 +325,10 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="*", help="only these counts")
     options = parser.parse_args()
+    if options.fit and not options.fit.is_file():
+        parser.error(f"--fit {options.fit}: no such file")
+    if min(options.tokens or (1,)) < 1 or options.rounds < 1:
+        parser.error("--tokens and --rounds of at least 1")
     if options.fit:
         fit(options.fit, options.search)
     elif options.out:

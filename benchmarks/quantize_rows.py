@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hopsparse.measure import record
-from hopsparse.measure.clock import Contender, copies_to_defeat_l2, host_time, time_side_by_side
+from hopsparse.measure.clock import (
+    Contender,
+    copies_to_defeat_l2,
+    gpu,
+    host_time,
+    time_side_by_side,
+)
 from hopsparse.ops import quantize_rows
 from hopsparse.ops.quantize_rows import reference
 from hopsparse.ops.quantize_rows.cases import MODEL, TIMED, Case
@@ -37,7 +43,7 @@ SOURCES = (*TIMED, "norm and residual")
 def main() -> None:
     """Measure, print and append."""
     options = parse()
-    facts = record.environment()
+    facts = record.environment(gpu())
     for case in MODEL:
         if options.only not in case.name:
             continue
@@ -210,7 +216,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--only", default="", help="part of the name of a case")
     parser.add_argument("--rounds", type=int, default=15)
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name, known in (("codes", CODES), ("sources", SOURCES)):
+        for word in getattr(options, name).split(","):
+            if word not in known:
+                parser.error(f"--{name} {word!r}: one of {', '.join(known)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
+    return options
 
 
 if __name__ == "__main__":

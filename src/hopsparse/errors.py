@@ -27,7 +27,9 @@ class HopsparseError(Exception):
     """
 
     def __init__(self, got: str, *, need: str, hint: str) -> None:
-        super().__init__(got, need, hint)
+        # Not by the base: torch.compile follows no super() of an exception that it meets while it
+        # traces, and would tell of that instead.
+        self.args = (got, need, hint)
         self.got = got
         self.need = need
         self.hint = hint

@@ -35,6 +35,8 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64"), "shape '64'"),
         (("--shape", "64x66"), "k = 66"),
         (("--tokens", "0"), "0 tokens"),
+        (("--tokens", ""), "tokens ''"),
+        (("--scaling", ""), "scaling ''"),
         (("--scaling", "row"), "scaling 'row'"),
         (("--rounds", "0"), "0 rounds"),
         (("--seconds", "0.1"), "0.1 seconds"),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM
 from hopsparse.measure.contest import Reference
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import FITTED, Problem, predicted_us, unit_clocks
 from hopsparse.ops.spmm_nm.int4_ahead import prepare_int4
+from hopsparse.ops.spmm_nm.int4_device import choose_int4
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import choose, eight_bit, key_of
 from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
@@ -251,8 +253,36 @@ def test_4_bit_weights_have_nothing_to_prepare_on_the_cpu_either() -> None:
         prepare_int4(w, 0)
 
 
-@pytest.mark.parametrize(("tokens", "act"), [(0, None), (-1, None), (16, "tanh")])
-def test_what_no_call_can_be_is_refused(tokens: int, act: str | None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "act", "told"),
+    [(0, None, "max_tokens=0"), (-1, None, "max_tokens=-1"), (16, "tanh", "'tanh'")],
+)
+def test_what_no_call_can_be_is_refused(tokens: int, act: str | None, told: str) -> None:
     codes = NM.from_dense(torch.zeros(16, 64, dtype=torch.int8))
-    with pytest.raises(ArgumentError, match="max_tokens"):
+    with pytest.raises(ArgumentError, match=told):
         prepare_scaled(codes, tokens, act=act)
+
+
+@pytest.mark.parametrize("sides", [(0, 64, 64), (5, -1, 64), (5, 64, 2.5), ("5", 64, 64)])
+def test_sizes_are_whole_and_positive(sides: Any) -> None:
+    with pytest.raises(ArgumentError, match="whole numbers above 0"):
+        Problem(*sides)
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 3])
+def test_a_slice_of_few_sms_takes_no_larger_cluster(sm_count: int) -> None:
+    four = Numbers("int4", "bfloat16", "bfloat16")
+    for problem in (Problem(1, 1, 1), Problem(16, 4096, 2**31 - 2**13), Problem(4096, 4096, 64)):
+        assert choose(problem, sm_count).cluster <= sm_count
+        assert choose_scaled(problem, KINDS["int8"], sm_count).cluster <= sm_count
+        assert choose_int4(problem, four, sm_count).cluster <= sm_count
+
+
+def test_without_an_sm_nothing_is_chosen() -> None:
+    problem, four = Problem(16, 64, 64), Numbers("int4", "bfloat16", "bfloat16")
+    with pytest.raises(UnsupportedError, match="0 SMs"):
+        choose_scaled(problem, KINDS["int8"], 0)
+    with pytest.raises(UnsupportedError, match="0 SMs"):
+        choose_int4(problem, four, 0)
+    with pytest.raises(UnsupportedError, match="0 SMs"):
+        choose(problem, 0)

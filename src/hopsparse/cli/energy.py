@@ -106,7 +106,7 @@ def setting_of(options: Bench) -> Setting:
                 hint=f"--energy --shape {_SHAPE} --tokens {_TOKENS}",
             )
     shapes = options.shape or [_SHAPE]
-    tokens = tokens_of(options.tokens or _TOKENS)
+    tokens = tokens_of(_TOKENS if options.tokens is None else options.tokens)
     if len(shapes) != 1 or len(tokens) != 1:
         raise ArgumentError(
             f"{len(shapes)} shapes and {len(tokens)} token counts with --energy",
@@ -114,7 +114,7 @@ def setting_of(options: Bench) -> Setting:
             hint=f"--energy --shape {_SHAPE} --tokens {_TOKENS}",
         )
     out, k = shape_of(shapes[0])
-    scaling = options.scaling or "none"
+    scaling = "none" if options.scaling is None else options.scaling
     CodedProblem("", out, k, tokens[0], scaling=scaling)  # refuses what means nothing
     rounds = _ROUNDS if options.rounds is None else options.rounds
     seconds = _SECONDS if options.seconds is None else options.seconds

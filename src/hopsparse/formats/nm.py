@@ -24,6 +24,9 @@ from ._base import (
 from ._windows import window_table, windows_of
 from .pattern import NMPattern, as_nm_pattern, parse_pattern
 
+#: Columns of int8 whose sums may leave int32: 2:4 keeps half of them, and -128 * -128 is 2^14.
+LONGEST_INT8 = 2 * 2**31 // 128**2
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NM(SparseMatrix):

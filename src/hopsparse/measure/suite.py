@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import ArgumentError
+from ..formats.nm import LONGEST_INT8
 from .codes import LARGEST, SCALINGS
 
 #: Every suite in turn, each problem once.
@@ -101,6 +102,12 @@ class CodedProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype == "int8" and self.k >= LONGEST_INT8:
+            raise ArgumentError(
+                f"int8 rows of {self.k}",
+                need=f"less than {LONGEST_INT8}: their sums may leave int32",
+                hint="--dtype float8_e4m3fn",
+            )
         if self.scaling not in SCALINGS:
             raise ArgumentError(
                 f"scaling {self.scaling!r}", need="one of " + ", ".join(SCALINGS), hint="rows"

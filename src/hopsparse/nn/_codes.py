@@ -11,6 +11,7 @@ from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
 from ..ops._product import is_hopper
 from ..ops.spmm_nm.int4_ahead import prepare_int4
+from ..ops.spmm_nm.op import is_transformed
 from ..ops.spmm_nm.scaled import plan_scaled
 from ..ops.spmm_nm.scaled_ahead import prepare_scaled
 from ..quant import fake_inputs, round_inputs
@@ -36,7 +37,7 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
     """Whether a layer runs the kernels of 8 and 4 bits.
 
     The GPU has them, w is 2:4 or 1:4, a kernel takes what the scheme says, and nothing needs a
-    gradient.
+    gradient or is under torch.func.
 
     Args:
         form: The weight; its tensors are not read.
@@ -55,6 +56,8 @@ def takes_codes(form: Quantized, x: Tensor, bias: Tensor | None) -> bool:
     if scheme.activations == "none" and x.dtype == torch.float32:
         return False
     if form.codes_attributes["pattern"] not in _PATTERNS:
+        return False
+    if is_transformed():
         return False
     learns = x.requires_grad or (bias is not None and bias.requires_grad)
     return not (torch.is_grad_enabled() and learns)
@@ -172,5 +175,5 @@ def rounded(x: Tensor, form: Quantized, scale: Tensor | None) -> Tensor:
     scale = scale if form.scheme.static else None
     if scale is not None and scale.device != x.device:
         return x
-    seen = torch.is_grad_enabled() and x.requires_grad
+    seen = is_transformed() or (torch.is_grad_enabled() and x.requires_grad)
     return (fake_inputs if seen else round_inputs)(x, form.scheme, scale)

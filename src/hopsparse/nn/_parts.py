@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import ArgumentError, FormatError
 from ..formats import BSR, Attribute, SparseMatrix, format_named, stored_named
 from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
@@ -63,3 +63,16 @@ def broken_parts(matrix: SparseMatrix, layer: str) -> list[str]:
         what = f"{matrix.name} matrix of {list(matrix.shape)}"
         return [f"the parts of {layer} are no {what}: {error}"]
     return []
+
+
+def device_type(x: Tensor) -> str:
+    """`cpu`, `cuda` or another, of what a layer was called with.
+
+    Raises:
+        ArgumentError: It is no tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentError(
+            f"linear: x of type {type(x).__name__}", need="a tensor", hint="torch.as_tensor(x)"
+        )
+    return "cuda" if x.is_cuda else x.device.type  # The text of a device costs more.

@@ -30,7 +30,7 @@ from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
 from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
-from ._parts import allocated, broken_parts, realigned, stored
+from ._parts import allocated, broken_parts, device_type, realigned, stored
 
 # The operator and the plan of each format that has them; the others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
@@ -245,7 +245,7 @@ class SparseLinear(nn.Module):
             ArgumentError: `x` does not fit.
             UnsupportedError: A CUDA graph is being captured, and no call came before.
         """
-        device = "cuda" if x.is_cuda else x.device.type  # The text of a device costs more.
+        device = device_type(x)
         if device in _AUTOCASTS and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 y = self._run(x.to(self.values_dtype))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -146,6 +147,31 @@ def check_weight(op: str, w: SparseMatrix, kind: type[SparseMatrix] | None = Non
             need="float32, bfloat16 or float16 values",
             hint="store the weight in bfloat16",
         )
+
+
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with strides: no list, no array, not sparse, not nested.
+
+    Example:
+        >>> is_dense(torch.ones(2)), is_dense(torch.eye(2).to_sparse()), is_dense(0.5)
+        (True, False, False)
+    """
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def told(value: object) -> str:
+    """A value as an error tells it: shape, dtype and device of a tensor, or else its type.
+
+    Example:
+        >>> told(torch.ones(2)), told(0.5)
+        ('[2] of torch.float32 on cpu', 'of type float')
+    """
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    if not is_dense(value):
+        kind = "nested" if value.is_nested else str(value.layout)
+        return f"of {value.dtype} on {value.device}, {kind}"
+    return f"{list(value.shape)} of {value.dtype} on {value.device}"
 
 
 def check_inputs(op: str, w: SparseMatrix | Tensor, x: Tensor, bias: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..formats.scheme import Scheme
 from .grid import signed_codes, spread, weight_scales
@@ -83,6 +84,8 @@ def _clipping(values: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 def _is_learnt_through(values: Tensor) -> bool:
     # A Function that has no gradient to pass cannot be compiled.
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and values.requires_grad
 
 
@@ -95,9 +98,19 @@ def _clipped(values: Tensor, scales: Tensor, kind: str) -> Tensor:
 class _Dynamic(torch.autograd.Function):
     """Inputs that have a scale a token: nothing is clipped, so that nothing is remembered."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scheme: Scheme) -> Tensor:
+    def forward(x: Tensor, scheme: Scheme) -> Tensor:
         return round_inputs(x, scheme)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -107,22 +120,38 @@ class _Dynamic(torch.autograd.Function):
 class _Clipping(torch.autograd.Function):
     """Values under scales that may be too small for some of them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, scales: Tensor, kind: str) -> Tensor:
-        ctx.save_for_backward(values, scales)
-        ctx.kind = kind
+    def forward(values: Tensor, scales: Tensor, kind: str) -> Tensor:
         return _clipped(values, scales, kind)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        values, scales, ctx.kind = inputs
+        ctx.save_for_backward(values, scales)
+        ctx.save_for_forward(values, scales)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        values, scales = ctx.saved_tensors
+        return _passed(tangents[0], values, scales, ctx.kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         values, scales = ctx.saved_tensors
-        low, high = _CLIPPED[ctx.kind]
-        # NaN is outside too. The operator takes it for inside on some devices.
-        scaled = (values.float() / scales).nan_to_num_(nan=torch.inf)
-        passed = torch.ops.aten.hardtanh_backward(
-            grads[0].float(), scaled, _next_float(low), _next_float(high)
-        )
-        return passed.to(values.dtype), None, None
+        return _passed(grads[0], values, scales, ctx.kind), None, None
+
+
+def _passed(moved: Tensor, values: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """A gradient or a tangent, zero where a value is clipped."""
+    low, high = _CLIPPED[kind]
+    # NaN is outside too. The operator takes it for inside on some devices.
+    scaled = (values.float() / scales).nan_to_num_(nan=torch.inf)
+    passed: Tensor = torch.ops.aten.hardtanh_backward(
+        moved.float(), scaled, _next_float(low), _next_float(high)
+    )
+    return passed.to(values.dtype)
 
 
 def _next_float(limit: float) -> float:

@@ -12,12 +12,13 @@ from ..formats import (
     NMPattern,
     Pattern,
     Quantized,
+    Scheme,
     SparseMatrix,
     format_named,
     parse_form,
     storage_for,
 )
-from .grid import code_dtype, expand_scales, scale_dtype, to_codes, weight_scales
+from .grid import code_dtype, expand_scales, groups_of, scale_dtype, to_codes, weight_scales
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,7 +70,8 @@ def quantize_matrix(
         input_scale: float32 [1], for a static scheme.
 
     Raises:
-        ArgumentError: No scheme, or a weight of another kind; scales of another shape.
+        ArgumentError: No scheme, or a weight of another kind; scales of another shape, or one that
+            is not finite and above zero.
         FormatError: The weight breaks the pattern, or the input scale does not fit the scheme.
 
     Example:
@@ -80,18 +82,14 @@ def quantize_matrix(
         True
     """
     form = parse_form(form) if isinstance(form, str) else form
-    if form.scheme is None:
-        raise ArgumentError(f"form {form}", need="a form with a scheme", hint=f"{form}+int8")
+    scheme = form.scheme if isinstance(form, Form) else None
+    if scheme is None or not isinstance(form, Form):
+        near = f"{form}+int8" if isinstance(form, Form) else "2:4+int8"
+        raise ArgumentError(f"form {form}", need="a form with a scheme", hint=near)
     _check_weight(weight)
-    scheme = form.scheme
-    found = weight_scales(weight, scheme) if scales is None else scales
-    stored = found.detach().to(weight.device, scale_dtype(scheme))
-    if stored.shape[0] != weight.shape[0]:
-        raise ArgumentError(
-            f"scales of {list(stored.shape)} for a weight {list(weight.shape)}",
-            need=f"[{weight.shape[0]}, groups]",
-            hint="weight_scales(weight, scheme)",
-        )
+    if input_scale is not None:
+        _check_floats("input_scale", input_scale, (1,))
+    stored = _stored_scales(weight, scheme, scales)
     codes = to_codes(weight, expand_scales(stored, weight.shape[1], scheme), scheme.weights)
     matrix = store_matrix(codes.to(code_dtype(scheme)), form.pattern)
     if input_scale is not None:
@@ -99,14 +97,43 @@ def quantize_matrix(
     return Quantized.of(matrix, stored, scheme, dtype or weight.dtype, input_scale)
 
 
-def _check_weight(weight: Tensor) -> None:
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.dtype not in _FLOATS:
-        what = (
-            f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
+def _stored_scales(weight: Tensor, scheme: Scheme, scales: Tensor | None) -> Tensor:
+    """[out, groups] in the dtype that checkpoints have."""
+    if scales is None:
+        return weight_scales(weight.detach(), scheme).to(scale_dtype(scheme))
+    _check_floats("scales", scales, (weight.shape[0], groups_of(weight.shape[1], scheme)))
+    stored = scales.detach().to(weight.device, scale_dtype(scheme))
+    bad = (~(stored.isfinite() & (stored > 0))).nonzero()
+    if bad.numel():  # A code over zero is no number, and that over NaN would be any.
+        row, group = bad[0].tolist()
+        raise ArgumentError(
+            f"scale {float(scales[row, group])} of row {row}, group {group}",
+            need=f"a finite number above 0 in {scale_dtype(scheme)}",
+            hint="1.0 for a group of zeros, as weight_scales(weight, scheme) has it",
         )
+    return stored
+
+
+def _check_floats(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape:
+        return
+    what = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+    raise ArgumentError(
+        f"{name} of {what}",
+        need=f"a floating tensor {list(shape)}",
+        hint="weight_scales(weight, scheme)" if name == "scales" else "torch.tensor([0.1])",
+    )
+
+
+def _check_weight(weight: Tensor) -> None:
+    known = isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype in _FLOATS
+    if not known or not weight.numel() or weight.is_meta:
+        what = type(weight).__name__
+        if isinstance(weight, Tensor):
+            what = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
         raise ArgumentError(
             f"a weight of {what} to quantise",
-            need="[out, k] in float32, bfloat16 or float16",
+            need="[out, k] in float32, bfloat16 or float16, with numbers in it",
             hint="weight.float()",
         )
     bad = (~weight.isfinite()).nonzero()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import ArgumentError, UnsupportedError
-from .._product import is_hopper
+from .._product import is_dense, is_hopper, told
 from .dispatch import register_on_gpu, run_reference, traced
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS: dict[object, str] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", "int4": "int4"}
 _GATES = (None, "halves", "interleaved")
+_MOST_EPS = torch.finfo(torch.float32).max
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -71,7 +74,7 @@ def quantize_rows(
         _check_scale(x, scale)
     if norm is not None or residual is not None:
         _check_norm(x, norm, residual, gate)
-    eps = eps if type(eps) is float else _checked_eps(eps)
+    eps = eps if type(eps) is float and 0.0 <= eps <= 1.0 else _checked_eps(eps)
     tensors = (x, scale, norm, residual)
     _refuse_gradients(tensors)
     run = traced
@@ -93,9 +96,9 @@ def _check(x: Tensor, dtype: object, gate: str | None) -> str:
             need='torch.int8, torch.float8_e4m3fn or "int4"',
             hint="torch.int8",
         )
-    if x.dtype not in _INPUTS or x.dim() < 1:
+    if not is_dense(x) or x.dtype not in _INPUTS or x.dim() < 1:
         raise ArgumentError(
-            f"quantize_rows: x {list(x.shape)} of {x.dtype}",
+            f"quantize_rows: x {told(x)}",
             need="[..., k] in bfloat16, float16 or float32",
             hint="x.float()",
         )
@@ -116,9 +119,10 @@ def _check(x: Tensor, dtype: object, gate: str | None) -> str:
 
 
 def _check_scale(x: Tensor, scale: Tensor) -> None:
-    if scale.dtype != torch.float32 or scale.shape != (1,) or scale.device != x.device:
+    fits = is_dense(scale) and scale.dtype == torch.float32 and scale.shape == (1,)
+    if not fits or scale.device != x.device:
         raise ArgumentError(
-            f"quantize_rows: scale {list(scale.shape)} of {scale.dtype} on {scale.device}",
+            f"quantize_rows: scale {told(scale)}",
             need=f"[1] of torch.float32 on {x.device}",
             hint="hopsparse.quant.InputPeak().scale(scheme).to(x.device)",
         )
@@ -133,21 +137,22 @@ def _check_norm(x: Tensor, norm: Tensor | None, residual: Tensor | None, gate: s
             hint="two calls, or the sum in torch",
         )
     for name, tensor, shape in (("norm", norm, x.shape[-1:]), ("residual", residual, x.shape)):
-        if tensor is not None and (
-            tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device
+        if tensor is not None and not (
+            is_dense(tensor)
+            and (tensor.shape, tensor.dtype, tensor.device) == (shape, x.dtype, x.device)
         ):
             raise ArgumentError(
-                f"quantize_rows: {name} {list(tensor.shape)} of {tensor.dtype} on {tensor.device}",
+                f"quantize_rows: {name} {told(tensor)}",
                 need=f"{list(shape)} of {x.dtype} on {x.device}",
                 hint=f"{name}.to(x.device, x.dtype)",
             )
 
 
-def _checked_eps(eps: object) -> float:
-    if not isinstance(eps, int | float):
-        raise ArgumentError(
-            f"quantize_rows: eps of type {type(eps).__name__}", need="a number", hint="1e-6"
-        )
+def _checked_eps(eps: Any) -> float:
+    is_number = isinstance(eps, Real)
+    if not is_number or not -_MOST_EPS <= eps <= _MOST_EPS:
+        got = f"={eps}" if is_number else f" of type {type(eps).__name__}"
+        raise ArgumentError(f"quantize_rows: eps{got}", need="a number of float32", hint="1e-6")
     return float(eps)
 
 

@@ -10,7 +10,7 @@ from ...compiler import KernelCache
 from ...errors import ArgumentError
 from ...formats.nm import NM
 from ...tune import machine_of
-from .cost import Problem
+from .cost import Problem, counted
 from .kernel import ACTIVATIONS, Config
 from .op import why_no_kernel
 from .plan import choices, spec_of
@@ -52,7 +52,8 @@ def prepare(
         ()
     """
     activation = act or "none"
-    if max_tokens < 1 or activation not in ACTIVATIONS:
+    max_tokens = counted(max_tokens)
+    if activation not in ACTIVATIONS:
         raise ArgumentError(
             f"max_tokens={max_tokens}, act={act!r}",
             need="at least one token, and an activation of spmm_nm",

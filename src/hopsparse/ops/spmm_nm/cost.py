@@ -12,9 +12,13 @@ docs/ops/spmm_nm.md says how far off those of 16 bits are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from operator import index
+from typing import SupportsIndex
 
+from ...errors import ArgumentError, UnsupportedError
 from .kernel import Config
 
 _LEAST_STAGES = 4
@@ -67,11 +71,41 @@ FITTED = {16: Constants(), 8: Constants(promote_clocks=100.0, source="")}
 
 @dataclass(frozen=True)
 class Problem:
-    """One product y[tokens, out] = x[tokens, k] @ w[out, k]^T."""
+    """One product y[tokens, out] = x[tokens, k] @ w[out, k]^T.
+
+    Raises:
+        ArgumentError: A size is no whole number above zero.
+    """
 
     tokens: int
     out: int
     k: int
+
+    def __post_init__(self) -> None:
+        sides = (self.tokens, self.out, self.k)
+        if any(type(side) is not int or side < 1 for side in sides):
+            raise ArgumentError(
+                f"a product of {self.tokens!r} tokens with [{self.out!r}, {self.k!r}]",
+                need="whole numbers above 0",
+                hint="Problem(tokens=16, out=4096, k=4096)",
+            )
+
+
+def counted(max_tokens: SupportsIndex) -> int:
+    """Most tokens that are prepared for, as a whole number.
+
+    Raises:
+        ArgumentError: It is none above zero.
+    """
+    try:
+        count = index(max_tokens)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ArgumentError(
+            f"max_tokens={max_tokens!r}", need="a whole number above 0", hint="max_tokens=4096"
+        )
+    return count
 
 
 def stages_of_k(config: Config, problem: Problem) -> int:
@@ -82,6 +116,8 @@ def stages_of_k(config: Config, problem: Problem) -> int:
 
 def suits(config: Config, problem: Problem, sm_count: int) -> bool:
     """Whether all blocks of a cluster have work, and only SMs that were idle share a tile."""
+    if blocks_at_once(config, sm_count) < 1:
+        return False
     if config.cluster_k > 1 and (
         stages_of_k(config, problem) < _LEAST_STAGES
         or tiles(config, problem) * config.cluster_k > blocks_at_once(config, sm_count)
@@ -91,6 +127,19 @@ def suits(config: Config, problem: Problem, sm_count: int) -> bool:
         ceil(problem.tokens / config.tokens) >= config.cluster_tokens
         and ceil(problem.out / config.out) >= config.cluster_out
     )
+
+
+def fastest(ordered: Sequence[Config], problem: Problem, sm_count: int) -> Config:
+    """The first of the tiles that suit a problem.
+
+    Raises:
+        UnsupportedError: There is none: the GPU has no SM.
+    """
+    if not ordered:
+        raise UnsupportedError(
+            f"{problem} on {sm_count} SMs", need="a GPU with an SM or more", hint="132, of an H200"
+        )
+    return ordered[0]
 
 
 def rows_of_x(config: Config, tokens: int) -> int:

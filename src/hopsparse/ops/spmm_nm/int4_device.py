@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...formats.quantized import Quantized
 from ...launch import KnownLaunches, current_stream, device_facts
-from .cost import Problem, predicted_us, suits
+from .cost import Problem, fastest, predicted_us, suits
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
 from .int4_dispatch import Added, Int4Call
 from .kernel import Config, Numbers
@@ -92,7 +92,7 @@ def choose_int4(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
     def us(config: Config) -> float:
         return predicted_us(config, rounded, sm_count, promoted=numbers.grouped)
 
-    return min(suited, key=us)
+    return fastest(sorted(suited, key=us), rounded, sm_count)
 
 
 def load(problem: Problem, numbers: Numbers, device: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
-from .cost import Problem, predicted_us, suits
+from .cost import Problem, fastest, predicted_us, suits
 from .kernel import (
     SWIGLU,
     Config,
@@ -189,7 +189,7 @@ def _version(config: Config, dtype: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _by_model(problem: Problem, sm_count: int) -> Config:
-    return candidates(problem, sm_count)[0]
+    return fastest(candidates(problem, sm_count), problem, sm_count)
 
 
 def _rounded(tokens: int) -> int:

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from ...errors import ArgumentError
 from ...plan import KernelSpec
 from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
-from .cost import Problem, predicted_us, suits
+from .cost import Problem, fastest, predicted_us, suits
 from .kernel import Config, Numbers, fold_of, spec_of_numbers
 from .plan import eight_bit
 
@@ -222,4 +222,5 @@ def _version(config: Config, numbers: Numbers) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _by_model(problem: Problem, numbers: Numbers, sm_count: int, activation: str) -> Config:
-    return candidates_scaled(problem, numbers, sm_count, activation=activation)[0]
+    found = candidates_scaled(problem, numbers, sm_count, activation=activation)
+    return fastest(found, problem, sm_count)
