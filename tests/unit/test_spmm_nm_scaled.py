@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hopsparse.errors import ArgumentError, UnsupportedError
-from hopsparse.formats import NM
+from hopsparse.formats import NM, NMPattern
 from hopsparse.formats.quantized import pack_nibbles
 from hopsparse.measure.error import gated_bound
 from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
@@ -261,3 +261,15 @@ def test_a_tile_of_other_numbers_is_refused(
     config, other = replace(right, **tile), replace(Numbers(FP8, FP8, "bfloat16"), **numbers)
     with pytest.raises(ArgumentError, match=told):
         spec_of_numbers(config, other, "none", False, False)
+
+
+@pytest.mark.parametrize(("pattern", "k"), [("6:8", 174768), ("4:6", 196608)])
+def test_rows_that_keep_more_than_half_leave_int32_earlier(pattern: str, k: int) -> None:
+    w = NM.from_dense(torch.zeros(1, k, dtype=torch.int8), NMPattern(*map(int, pattern.split(":"))))
+    with pytest.raises(UnsupportedError, match=f"int8 rows of {k}"):
+        spmm_nm_scaled(w, torch.zeros(1, k, dtype=torch.int8))
+
+
+def test_swiglu_of_no_token_is_empty() -> None:
+    w = NM.from_dense(torch.zeros(16, 8, dtype=torch.int8))
+    assert spmm_nm_scaled(w, torch.zeros(0, 8, dtype=torch.int8), act="swiglu").shape == (0, 8)

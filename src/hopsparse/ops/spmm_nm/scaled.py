@@ -171,10 +171,12 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
     if x.dtype not in dtypes or x.device != w.device:
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
         _refuse(f"x is {x.dtype} on {x.device}", need, f"ops.quantize_rows(x, {w.dtype})")
-    if w.dtype == torch.int8 and k > _LONGEST_INT8:
+    # Of 6:8 more than half is kept.
+    longest = min(_LONGEST_INT8, (2**31 - 1) // 2**14 // w.pattern.n * w.pattern.m)
+    if w.dtype == torch.int8 and k > longest:
         raise UnsupportedError(
             f"spmm_nm_scaled: int8 rows of {k}",
-            need=f"at most {_LONGEST_INT8}: their sums may leave int32",
+            need=f"at most {longest}: their sums may leave int32",
             hint="w and x in pieces along k",
         )
     few = four_bits(w.dtype, x.dtype)

@@ -89,7 +89,7 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
     if bias is not None:
         y = y + bias.float()
     if call.activation == SWIGLU:
-        gate, up = y.view(*y.shape[:-1], -1, 2, 8).unbind(-2)
+        gate, up = y.view(*y.shape[:-1], y.shape[-1] // 16, 2, 8).unbind(-2)
         y = (F.silu(gate) * up).flatten(-2)
     else:
         y = apply_activation(y, call.activation)
