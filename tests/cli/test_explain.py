@@ -150,16 +150,16 @@ def test_codes_have_their_own_tiles_floors_and_reasons(
     assert (told["dtype"], told["sums"], told["runs"]) == (dtype, sums, "kernel")
     w, _, x = dtype.partition("/")
     promoted, grouped = sums in ("promoted", "grouped"), sums == "grouped"
-    numbers = Numbers(w, x or w, "bfloat16", promoted, grouped)
+    numbers = Numbers(w, x or w, "bfloat16", sums == "promoted", grouped)
     problem = Problem(4096, 4096, 4096)
     ordered = candidates_scaled(problem, numbers, 132)
     assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == [
         each.name for each in ordered[:4]
     ]
     assert told["tile"]["predicted_us"] == predicted_us(ordered[0], problem, 132, promoted=promoted)
-    # Half of the codes, 2 bits of index for each, a scale a row or group (those in 16 bits); codes
-    # of x with a scale each; 16-bit results.
-    weight = 4096 * 4096 // 2 * 10 // 8 + (4096 * 32 * 2 if sums == "grouped" else 4096 * 4)
+    # Half of the codes, 2 bits of index for each, a scale of 32 bits a row or group; codes of x
+    # with a scale each; 16-bit results.
+    weight = 4096 * 4096 // 2 * 10 // 8 + 4096 * 4 * (32 if grouped else 1)
     floor = told["floor"]
     codes = 4096 * 4096 // (2 if x else 1)
     assert floor["bytes"] == weight + codes + 4096 * 4 + 4096 * 4096 * 2

@@ -50,6 +50,9 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x64", "--dtype", "int8", "--grouped"), "scales by group of int8"),
         (("--shape", "64x64", "--dtype", "float8_e4m3fn", "--sums", "exact"), "sums 'exact'"),
         (("no-such-folder", "--sums", "exact"), "sums 'exact'"),
+        (("--shape", "64x64", "--dtype", "int8", "--sums", "fast"), "--sums fast of int8"),
+        (("no-such-folder", "--sums", "fast"), "MODEL with --sums fast"),
+        (("no-such-folder", "--grouped"), "MODEL with --sums promoted --grouped"),
         (("--shape", "64x64", "--tokens", "1,,2"), "tokens '1,,2'"),
         (("--shape", "64x64", "--budget-s", "-1"), "--budget-s -1"),
         (("--shape", "64x64", "--budget-s", "nan"), "--budget-s nan"),
@@ -135,7 +138,7 @@ def test_a_model_of_codes_has_what_its_layers_multiply(
     assert layers_of(out, "float16") == layers_of(out, "int8") == layers
     with pytest.raises(ArgumentError, match="without a layer"):
         layers_of(out, "float8_e4m3fn")
-    problems = problems_of(Tune(model=out, tokens="16", grouped=True))
+    problems = problems_of(Tune(model=out, tokens="16"))
     assert {(type(each), each.dtype) for each in problems} == {(SummedProblem, "int8")}
     assert numbers_of(problems[0]) == Numbers("int8", "int8", "bfloat16")
 

@@ -191,6 +191,20 @@ def test_what_is_added_gets_its_gradient(name: str, device: torch.device) -> Non
     assert (added.grad == (9 if name == "bias" else 1)).all()
 
 
+@pytest.mark.parametrize("x_dtype", [BF16, torch.int8], ids=str)
+def test_scales_of_w_get_their_gradient(x_dtype: torch.dtype, device: torch.device) -> None:
+    w = weight(72, 256, "int4:128", BF16, device)
+    scales = w.scales.clone().requires_grad_()
+    learns = w.with_parts(w.parts() | {"scales": scales})
+    x = torch.ones(9, 256, dtype=x_dtype, device=device)
+    assert "gradient" in plan_int4(learns, x).describe()
+    y = spmm_nm_int4(learns, x, out_dtype=torch.float32)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert scales.grad is not None
+    sums = 9 * w.codes().to_dense().float().view(72, 2, 128).sum(-1)
+    assert torch.equal(scales.grad, sums.to(scales.dtype))
+
+
 def test_parts_that_are_not_contiguous_are_decoded(device: torch.device) -> None:
     w = weight(72, 256, "int4:64", BF16, device)
     x = torch.randint(-2, 3, (9, 256), device=device).bfloat16()

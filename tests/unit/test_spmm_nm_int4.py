@@ -135,8 +135,8 @@ def other(codes: Any) -> Quantized:
         ({"bias": torch.ones(OUT)}, "bias .* of torch.float32"),
         ({"bias": torch.ones(OUT - 1, dtype=BF16)}, r"bias \[23\]"),
         ({"residual": torch.ones(TOKENS, OUT)}, "residual .* of torch.float32"),
-        ({"config": CANDIDATES[0]}, "config .*four_bit_w"),
-        ({"x": CODES, "config": four_bit(Numbers("int4", "bfloat16", "bfloat16"))[0]}, "8 bits"),
+        ({"config": CANDIDATES[0]}, "a tile with bits=16, four_bit_w=True"),
+        ({"x": CODES, "config": four_bit(Numbers("int4", "bfloat16", "bfloat16"))[0]}, "bits=8"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], told: str) -> None:

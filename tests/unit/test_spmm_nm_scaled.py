@@ -185,14 +185,14 @@ ONE = torch.ones(1)
         ({"scaling": Scaling(out=1.0)}, "scaling.out=1.0 for torch.bfloat16"),
         ({"scaling": Scaling(out=0.0), "out_dtype": torch.int8}, "scaling.out=0.0"),
         ({"scaling": Scaling(out=float("nan")), "out_dtype": torch.int8}, "scaling.out=nan"),
-        ({"scaling": Scaling(out=cast(Any, ONE)), "out_dtype": torch.int8}, "a positive number"),
+        ({"scaling": Scaling(out=cast(Any, ONE)), "out_dtype": torch.int8}, "scaling.out=tensor"),
         ({"scaling": Scaling(w=ONE), "out_dtype": torch.int32}, "a result of int32"),
         ({"act": "relu", "out_dtype": torch.int32}, "a result of int32"),
         ({"bias": torch.ones(OUT)}, "bias .* of torch.float32"),
         ({"bias": torch.ones(OUT - 1).bfloat16()}, r"bias \[23\]"),
         ({"residual": torch.ones(TOKENS, OUT)}, "residual"),
         ({"scaling": Scaling(w=ONE.clone().requires_grad_())}, "requires a gradient"),
-        ({"config": CANDIDATES[0]}, "config .* of 16 bits"),
+        ({"config": CANDIDATES[0]}, "bits=16.* Required: a tile with bits=8"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], told: str) -> None:

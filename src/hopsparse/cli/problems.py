@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 #: Dtypes of codes, those of x behind a stroke where they are others.
 CODES = ("int8", "float8_e4m3fn", "float8_e4m3fn/int4")
 _PROMOTED = "promoted"
+_FLOATS = CODES[1:]
 # What users of quantized layers may write.
 _SCHEMES = {"fp8": "float8_e4m3fn", "fp8/int4": "float8_e4m3fn/int4"}
 
@@ -75,7 +76,7 @@ float8_e4m3fn, float8_e4m3fn/int4. Try: --dtype float8_e4m3fn.
 
 
 def check_sums(dtype: str, sums: str, grouped: bool) -> None:
-    """Refuse --sums that do not exist, and --sums and --grouped of what has none.
+    """Refuse --sums that do not exist, and --sums and --grouped of what has no two ways to add.
 
     Raises:
         ArgumentError: It says what.
@@ -84,7 +85,7 @@ def check_sums(dtype: str, sums: str, grouped: bool) -> None:
 
     if dtype in CODES:
         numbers_for(dtype, sums, grouped=grouped)
-    elif sums != _PROMOTED or grouped:
+    if (dtype not in CODES and grouped) or (dtype not in _FLOATS and sums != _PROMOTED):
         raise ArgumentError(
             f"--sums {sums}{' --grouped' * grouped} of {dtype}",
             need="8-bit floats, whose sums are taken in two ways",

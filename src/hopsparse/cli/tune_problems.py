@@ -23,6 +23,7 @@ _CODES_OF = {
     ("fp8", "int4"): "float8_e4m3fn/int4",
 }
 _PATTERNS = ("2:4", "1:4")
+_OF_LAYERS = "promoted"  # sums of 8-bit floats; their scales are by row
 #: Without token counts all classes up to it are tuned.
 MOST_TOKENS = 4096
 
@@ -62,6 +63,12 @@ def problems_of(options: Tune) -> Sequence[Problem]:
             hint="hopsparse tune --shape 4096x4096",
         )
     how = options.sums, options.grouped
+    if options.model is not None and how != (_OF_LAYERS, False):
+        raise ArgumentError(
+            f"MODEL with --sums {options.sums}{' --grouped' * options.grouped}",
+            need=f"--sums {_OF_LAYERS} without --grouped, which its layers run",
+            hint="--shape OUTxK --dtype float8_e4m3fn, for calls of spmm_nm_scaled",
+        )
     tokens = None if options.tokens is None else tokens_of(options.tokens)
     if options.suite is not None:
         return [

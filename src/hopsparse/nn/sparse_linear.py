@@ -27,6 +27,7 @@ from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
+from ..ops.spmm_nm.cost import counted
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
 from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
@@ -200,7 +201,7 @@ class SparseLinear(nn.Module):
             >>> layer.plan(torch.ones(1, 4)).describe()
             'linear runs reference: x is on the CPU; w is decoded once and kept, 64 bytes'
         """
-        matrix = self.matrix
+        matrix, _ = self.matrix, device_type(x)
         keeps, known = self._may_keep(matrix), _OPERATORS.get(matrix.name)
         if keeps and isinstance(matrix, NM):
             plan = spmm_nm.plan_kept(matrix, x)
@@ -222,12 +223,11 @@ class SparseLinear(nn.Module):
             CompileError: A kernel does not compile.
             UnsupportedError: A CUDA graph is being captured.
         """
-        matrix = self.matrix
-        decodes = not (
-            isinstance(matrix, Quantized) and prepare_codes(matrix, max_tokens, self.bias)
-        )
-        if isinstance(matrix, NM) and prepare_nm(matrix, max_tokens):
-            decodes = counts_of(matrix).reach(max_tokens)
+        matrix, tokens = self.matrix, counted(max_tokens)
+        codes = isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, self.bias)
+        decodes = not codes
+        if isinstance(matrix, NM) and prepare_nm(matrix, tokens):
+            decodes = counts_of(matrix).reach(tokens)
         if decodes and self._may_keep(matrix) and self._kept_weight() is None:
             self._decode(matrix)
 

@@ -317,11 +317,11 @@ def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
 
     Args:
         x: [..., k].
-        whole: Whether the last 16 bytes of a row are read whole.
+        whole: Whether the last 16 bytes of a row are read whole, and its pitch in 32 bits.
     """
     rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
     tokens, k = rows.shape
-    if whole and k % atom:
+    if whole and (k % atom or rows.stride(0) >= 2**31):
         return x.new_empty((tokens, -(-k // atom) * atom))[:, :k].copy_(rows)
     strided = rows.stride(0) % atom if tokens > 1 else 0
     if (rows.stride(1) == 1 or k == 1) and not strided and rows.data_ptr() % 16 == 0:

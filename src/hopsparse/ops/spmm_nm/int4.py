@@ -12,10 +12,10 @@ from ...errors import ArgumentError
 from ...formats._windows import windows_of
 from ...formats.pattern import NMPattern, parse_pattern
 from ...formats.quantized import Quantized
-from .._product import Plan
-from .int4_dispatch import Int4Call, int4_product, needs_gradient
-from .kernel import ACTIVATIONS, Config
-from .op import check_parts, why_no_launch
+from .._product import Plan, is_dense, told
+from .int4_dispatch import Int4Call, int4_product, numbers_of
+from .kernel import ACTIVATIONS, Config, check_numbers
+from .op import check_parts, needs_gradient, why_no_launch
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -40,8 +40,8 @@ def spmm_nm_int4(
     are exact in a group (int8) or promoted after it (E4M3), and scaled in float32.
 
     On a Hopper GPU a 2:4 or 1:4 weight with groups of 32, 64 or 128 columns runs as one kernel (for
-    x of 8 bits: of 128). All else decodes w at every call; so does what needs a gradient: x, its
-    scale, the bias or the residual.
+    x of 8 bits: of 128). All else decodes w at every call; so does what needs a gradient: x, scales
+    of x or w, the bias or the residual.
 
     Args:
         w: [out, k], int4 codes in `nm` format.
@@ -68,18 +68,48 @@ def spmm_nm_int4(
         >>> spmm_nm_int4(quantize_matrix(dense, "2:4+int4"), torch.ones(1, 4).bfloat16())
         tensor([[4., 1.]], dtype=torch.bfloat16)
     """
-    if not isinstance(w, Quantized) or w.scheme.weights != "int4" or w.codes_format != "nm":
-        kind = f"{w.scheme} in {w.codes_format}" if isinstance(w, Quantized) else type(w).__name__
-        _refuse(f"w of {kind}", "a Quantized matrix of int4 in nm format", "quantize_matrix(w, f)")
+    check_int4_weight(w)
+    _check_dense(w, x)
     wide = w.dtype if x.dtype in _CODES else x.dtype
-    call = Int4Call(act or "none", out_dtype or wide, config)
+    call = Int4Call(
+        "none" if act is None else act, wide if out_dtype is None else out_dtype, config
+    )
     _check(w, x, x_scale, call)
     _check_added(w, x, bias, residual, call)
     return int4_product(w, x, (x_scale, bias, residual), call)
 
 
+def check_int4_weight(w: Quantized) -> None:
+    """Refuse another matrix than one of 4-bit codes in `nm` format.
+
+    Raises:
+        ArgumentError: It says what it is.
+    """
+    if not isinstance(w, Quantized) or w.scheme.weights != "int4" or w.codes_format != "nm":
+        kind = f"{w.scheme} in {w.codes_format}" if isinstance(w, Quantized) else type(w).__name__
+        _refuse(f"w of {kind}", "a Quantized matrix of int4 in nm format", "quantize_matrix(w, f)")
+
+
+def check_int4_x(w: Quantized, dtype: object) -> None:
+    """Refuse what x beside this weight is not stored as.
+
+    Raises:
+        ArgumentError: It says what it may be.
+    """
+    known = (*((w.dtype,) if w.dtype in _HALVES else ()), *_CODES)
+    if not isinstance(dtype, torch.dtype) or dtype not in known:
+        need = " or ".join(map(str, known))
+        _refuse(f"x_dtype={dtype!r} beside w of {w.dtype}", need, str(known[0]))
+
+
 def plan_int4(w: Quantized, x: Tensor) -> Plan:
-    """What `spmm_nm_int4(w, x)` will run."""
+    """What `spmm_nm_int4(w, x)` will run; x may have another shape.
+
+    Raises:
+        ArgumentError: Another kind of weight or of x.
+    """
+    check_int4_weight(w)
+    _check_dense(w, x)
     if x.device.type == "cpu":
         return Plan("spmm_nm_int4", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_int4_kernel(w, x)) is not None:
@@ -102,7 +132,7 @@ def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | 
     parts = [w.tensors[name] for name in ("values", "meta", "scales")]
     if (reason := why_no_launch(parts, x)) is not None:
         return reason
-    if needs_gradient(x, *added):
+    if needs_gradient(w.tensors["scales"], x, *added):
         return "a gradient is to be kept"
     groups = (128,) if x.dtype in _CODES else (32, 64, 128)
     if w.scheme.group not in groups:
@@ -125,22 +155,31 @@ def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: Int4Call) -> N
     if x.dtype not in (*_CODES, *halves) or x.device != w.device:
         need = " or ".join(map(str, (*halves, *_CODES))) + f" on {w.device}"
         _refuse(f"x is {x.dtype} on {x.device}", need, "x.to(w.device, w.dtype)")
-    if call.activation not in ACTIVATIONS:
+    if not isinstance(call.activation, str) or call.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS[1:])
         _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
-    bits = 8 if x.dtype in _CODES else 16
-    if call.config is not None and not (call.config.bits == bits and call.config.four_bit_w):
-        need = f"a tile of {bits} bits with four_bit_w"
-        _refuse(f"config {call.config.name}", need, "config=None")
+    if call.config is not None:
+        _check_config(call.config, w, x, call)
     if x_scale is None:
         return
     shapes = ((1,), (*x.shape[:-1], 1))
     if x.dtype not in _CODES:
         _refuse(f"x_scale beside x of {x.dtype}", "none, or x of codes", "x * x_scale")
-    if x_scale.dtype != torch.float32 or x_scale.device != x.device or x_scale.shape not in shapes:
-        fact = f"x_scale {list(x_scale.shape)} of {x_scale.dtype} on {x_scale.device}"
+    fits = is_dense(x_scale) and x_scale.dtype == torch.float32 and x_scale.device == x.device
+    if not fits or x_scale.shape not in shapes:
         need = f"float32 [1] or {list(shapes[1])} on {x.device}"
-        _refuse(fact, need, "those of ops.quantize_rows")
+        _refuse(f"x_scale {told(x_scale)}", need, "those of ops.quantize_rows")
+
+
+def _check_dense(w: Quantized, x: Tensor) -> None:
+    if not is_dense(x):
+        _refuse(f"x {told(x)}", f"a tensor on {w.device}", "torch.as_tensor(x)")
+
+
+def _check_config(config: object, w: Quantized, x: Tensor, call: Int4Call) -> None:
+    if not isinstance(config, Config):
+        _refuse(f"config {told(config)}", "a Config of hopsparse.ops.spmm_nm.kernel", "config=None")
+    check_numbers(config, numbers_of(w.scheme.group, x.dtype, call.out_dtype))
 
 
 def _check_added(
@@ -151,15 +190,18 @@ def _check_added(
     if dtype not in allowed:
         known = " or ".join(map(str, allowed))
         _refuse(f"out_dtype={dtype} for x of {x.dtype}", known, str(allowed[0]))
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != ((out,), dtype, x.device):
-        fact = f"bias {list(bias.shape)} of {bias.dtype} on {bias.device}"
-        _refuse(fact, f"[{out}] of {dtype} on {x.device}", f"bias.to({dtype})")
-    shape = (*x.shape[:-1], out)
-    if residual is not None and (
-        (residual.shape, residual.dtype, residual.device) != (shape, dtype, x.device)
+    wanted, shape = (dtype, x.device), (*x.shape[:-1], out)
+    if bias is not None and not (
+        is_dense(bias) and bias.shape == (out,) and (bias.dtype, bias.device) == wanted
     ):
-        fact = f"residual {list(residual.shape)} of {residual.dtype} on {residual.device}"
-        _refuse(fact, f"{list(shape)} of {dtype} on {x.device}", "residual.to(y.dtype)")
+        _refuse(f"bias {told(bias)}", f"[{out}] of {dtype} on {x.device}", f"bias.to({dtype})")
+    if residual is not None and not (
+        is_dense(residual)
+        and residual.shape == shape
+        and (residual.dtype, residual.device) == wanted
+    ):
+        need = f"{list(shape)} of {dtype} on {x.device}"
+        _refuse(f"residual {told(residual)}", need, "residual.to(y.dtype)")
 
 
 def _refuse(fact: str, need: str, hint: str) -> NoReturn:

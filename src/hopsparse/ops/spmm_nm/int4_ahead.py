@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...compiler import KernelCache
-from ...errors import ArgumentError
 from ...formats.quantized import Quantized
 from ...tune import machine_of
-from .cost import Problem
-from .int4 import why_no_int4_kernel
+from .cost import Problem, counted
+from .int4 import check_int4_weight, check_int4_x, why_no_int4_kernel
+from .int4_dispatch import numbers_of
 from .kernel import Config, spec_of_numbers, stores_directly
 
 
@@ -27,7 +27,7 @@ def prepare_int4(
         The tiles, by the least token count that chooses each.
 
     Raises:
-        ArgumentError: No tokens.
+        ArgumentError: No tokens, or another kind of weight or of x.
         CompileError: A kernel does not compile.
         UnsupportedError: A CUDA graph is being captured.
 
@@ -36,12 +36,13 @@ def prepare_int4(
         >>> prepare_int4(quantize_matrix(torch.zeros(16, 64).bfloat16(), "2:4+int4"), 4096)
         ()
     """
-    if max_tokens < 1:
-        raise ArgumentError(f"max_tokens={max_tokens}", need="at least one", hint="max_tokens=4096")
-    (out, k), of_x = w.shape, x_dtype or w.dtype
+    max_tokens = counted(max_tokens)
+    check_int4_weight(w)
+    (out, k), of_x = w.shape, w.dtype if x_dtype is None else x_dtype
+    check_int4_x(w, of_x)
     if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
         return ()
-    from .int4_device import choose_int4, load, numbers_of
+    from .int4_device import choose_int4, load
 
     device = w.tensors["values"].get_device()
     numbers, sm_count = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device).sm_count

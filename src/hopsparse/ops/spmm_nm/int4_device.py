@@ -12,7 +12,7 @@ from ...formats.quantized import Quantized
 from ...launch import KnownLaunches, current_stream, device_facts
 from .cost import Problem, fastest, predicted_us, suits
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
-from .int4_dispatch import Added, Int4Call
+from .int4_dispatch import Added, Int4Call, numbers_of
 from .kernel import Config, Numbers
 from .plan import four_bit
 from .scaled_device import one_of
@@ -99,10 +99,3 @@ def load(problem: Problem, numbers: Numbers, device: int) -> None:
     """Compile and load what a plain product runs, where that was not done before."""
     one_of(device)
     _launch(problem, numbers, "none", False, device, None)
-
-
-def numbers_of(group: int, x: torch.dtype, out: torch.dtype) -> Numbers:
-    """What a call computes with."""
-    of_x, of_y = (str(each).removeprefix("torch.") for each in (x, out))
-    is_code = x in _OF_WIDENED
-    return Numbers("int4", of_x, of_y, grouped=is_code, fine=group == 32 and not is_code)

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from ...formats.quantized import Quantized
 from .._product import product
 from .dispatch import LIBRARY
-from .kernel import Config
-from .op import is_recorded
+from .kernel import Config, Numbers
+from .op import is_recorded, needs_gradient
 from .reference import apply_activation
 
+_PARTS = ("values", "meta", "scales")
+_CODES = (torch.int8, torch.float8_e4m3fn)
 Added = tuple[Tensor | None, Tensor | None, Tensor | None]  # scale of x, bias, residual
 
 
@@ -46,18 +48,13 @@ def int4_product(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tenso
     """
     tensors = [w.tensors[name] for name in _PARTS]
     # The operator has no gradients: what needs one is traced through instead.
-    if is_recorded(*tensors, x, *added) and not needs_gradient(x, *added):
+    if is_recorded(*tensors, x, *added) and not needs_gradient(tensors[2], x, *added):
         facts = [str(w.codes_attributes["pattern"]), str(w.scheme), call.activation]
         made: Tensor = _spmm_nm_int4(
             tensors, x, list(added), w.shape[0], facts, w.dtype, call.out_dtype
         )
         return made
     return _chosen(w, x, added, call)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is made of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
@@ -93,9 +90,6 @@ def _chosen(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
     return run(w, x, added, call)
 
 
-_PARTS = ("values", "meta", "scales")
-
-
 def _run(
     parts: Sequence[Tensor],
     x: Tensor,
@@ -127,6 +121,13 @@ def _result(
     out_dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+
+
+def numbers_of(group: int, x: torch.dtype, out: torch.dtype) -> Numbers:
+    """What a call computes with."""
+    of_x, of_y = (str(each).removeprefix("torch.") for each in (x, out))
+    is_code = x in _CODES
+    return Numbers("int4", of_x, of_y, grouped=is_code, fine=group == 32 and not is_code)
 
 
 LIBRARY.define(

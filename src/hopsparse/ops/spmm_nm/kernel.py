@@ -82,10 +82,10 @@ bytes of shared memory. Required: at most 232448. Try: stages=6.
         return self.cluster_out * self.cluster_tokens * self.cluster_k
 
     def __post_init__(self) -> None:
-        if any(type(value) is not int or value < 1 for value in astuple(self)[:-1]):
-            self._refuse(
-                "", "positive whole numbers", "one of hopsparse.ops.spmm_nm.plan.CANDIDATES"
-            )
+        sizes = astuple(self)[:-1]
+        if type(self.four_bit_w) is not bool or any(type(n) is not int or n < 1 for n in sizes):
+            need = "positive whole numbers, and four_bit_w, True or False"
+            self._refuse("", need, "one of hopsparse.ops.spmm_nm.plan.CANDIDATES")
         warpgroup_registers(self.warpgroups)
         if self.bits not in (16, 8):
             self._refuse("", "entries of 16 or 8 bits", "bits=16")
@@ -265,7 +265,7 @@ def spec_of_numbers(
     Raises:
         ArgumentError: The config is a tile of other numbers.
     """
-    _check_numbers(config, numbers)
+    check_numbers(config, numbers)
     direct = direct or not _has_lines(config, numbers, activation)
     producer, consumer = _registers(config, numbers)
     words = [f"int4 {side}" for side in "wx" if getattr(numbers, side) == "int4"]
@@ -288,7 +288,12 @@ def spec_of_numbers(
     return spec
 
 
-def _check_numbers(config: Config, numbers: Numbers) -> None:
+def check_numbers(config: Config, numbers: Numbers) -> None:
+    """Refuse a tile of other numbers, which would read their bytes as its own.
+
+    Raises:
+        ArgumentError: It says what such a tile has.
+    """
     made = _UNIT_BITS // WORD // words_of(numbers.kind), numbers.w == "int4"
     units = _units_of(numbers)
     if (config.bits, config.four_bit_w) != made or (units and config.units not in units):

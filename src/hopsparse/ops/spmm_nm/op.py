@@ -171,6 +171,13 @@ def is_recorded(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is made of these."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 # Asked at every call: looked up once, they take two thirds of the time.
 _modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad

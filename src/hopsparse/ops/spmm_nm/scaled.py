@@ -12,11 +12,20 @@ from torch import Tensor
 from ...errors import ArgumentError, UnsupportedError
 from ...formats._windows import windows_of
 from ...formats.nm import NM
-from .._product import Plan
+from ...formats.quantized import Quantized
+from .._product import Plan, is_dense, told
 from .cost import Problem
-from .kernel import ACTIVATIONS, SWIGLU, Config
-from .op import check_parts, why_no_launch
-from .scaled_dispatch import GROUP, Call, Pair, four_bits, scaled
+from .kernel import ACTIVATIONS, SWIGLU, Config, check_numbers
+from .op import check_parts, needs_gradient, why_no_launch
+from .scaled_dispatch import (
+    GROUP,
+    Call,
+    Pair,
+    four_bits,
+    groups_of_scale,
+    numbers_of,
+    scaled,
+)
 
 CODES = (torch.int8, torch.float8_e4m3fn)
 # int8 beside E4M3 holds two codes of 4 bits.
@@ -25,9 +34,14 @@ _X_DTYPES = {
     CODES[1]: (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
 }
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
+_RESULTS = (*_WIDE, torch.int32, *CODES)
 _SUMS = ("promoted", "fast")
+_ACTIVATIONS = (*ACTIVATIONS, SWIGLU)
+_QUANTIZED_HINT = 'w.codes(), with Scaling(w=w.tensors["scales"])'
 # Two of every four columns are kept, also of the last ones, and -128 * -128 is 2^14.
 _LONGEST_INT8 = (2**31 - 1) // 2**14 // 2 * 4
+# What a code of a result stands for: both it and its inverse are float32, and neither is subnormal.
+_LEAST_OUT, _MOST_OUT = 2.0**-126, 2.0**126
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,8 @@ class Scaling:
         w: float32, one for all [1], for each out-feature [out] or [out, 1], or, of 8-bit floats,
             for each 128 columns of it [out, ceil(k / 128)]; None is 1.
         x: float32, one for all [1], or for each token [..., 1]; None is 1.
-        out: What a code of an 8-bit result stands for; such a result needs it.
+        out: What a code of an 8-bit result stands for, from 2^-126 to 2^126; such a result needs
+            it.
         sums: Of 8-bit floats. `promoted` leaves the tensor cores every 128 or 256 columns, to add
             in float32. `fast` stays there, where a sum keeps about 14 bits. Integers are exact.
     """
@@ -64,7 +79,8 @@ def spmm_nm_scaled(
 
     On a Hopper GPU a 2:4 or 1:4 weight runs as one kernel, whatever the shape; all else decodes w
     and multiplies in float32. Integer sums are exact in int32. NaN and infinity of 8-bit floats and
-    of scales reach the result, but for one in int8: there NaN is 0. No gradients: codes have none.
+    of scales reach the result; one in 8 bits has no infinity, which becomes the largest code, and
+    in int8 NaN is 0. No gradients: codes have none.
 
     Args:
         w: [out, k] of int8 or float8_e4m3fn.
@@ -95,9 +111,13 @@ def spmm_nm_scaled(
         >>> spmm_nm_scaled(w, x, Scaling(x=torch.tensor([0.5])), out_dtype=torch.float32)
         tensor([[1.0000, 2.5000]])
     """
-    call = Call(scaling.sums, act or "none", scaling.out, out_dtype, config)
+    activation = "none" if act is None else act
+    check_codes(w, scaling, activation)
+    _check_codes_of_x(w, x)
+    call = Call(scaling.sums, activation, scaling.out, out_dtype, config)
     _check(w, x, scaling, call)
     scales, added = (scaling.w, scaling.x), (bias, residual)
+    _check_result(w, scales, added, call)
     _check_added(w, x, scales, added, call)
     return scaled(w, x, scales, added, call)
 
@@ -115,16 +135,17 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
         [2 rows, ...].
 
     Raises:
-        ArgumentError: Other shapes.
+        ArgumentError: Other shapes, or no two tensors of one dtype and device.
 
     Example:
         >>> interleave_gate_up(torch.arange(8), torch.arange(10, 18)).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17]
     """
-    if gate.shape != up.shape or gate.ndim < 1 or gate.shape[0] % 8:
+    fits = is_dense(gate) and is_dense(up) and gate.shape == up.shape and gate.ndim > 0
+    if not fits or (gate.dtype, gate.device) != (up.dtype, up.device) or gate.shape[0] % 8:
         raise ArgumentError(
-            f"interleave_gate_up: gate {list(gate.shape)}, up {list(up.shape)}",
-            need="two of one shape, with a multiple of 8 rows",
+            f"interleave_gate_up: gate {told(gate)}, up {told(up)}",
+            need="two of one shape, dtype and device, with a multiple of 8 rows",
             hint="rows of zeros at the end of both",
         )
     pairs = [each.reshape(-1, 8, *each.shape[1:]) for each in (gate, up)]
@@ -139,18 +160,25 @@ def plan_scaled(
     act: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Plan:
-    """What `spmm_nm_scaled(w, x, scaling, ...)` will run."""
+    """What `spmm_nm_scaled(w, x, scaling, ...)` will run; x may have another shape.
+
+    Raises:
+        ArgumentError: Another kind of weight, x or scaling, or no such activation.
+    """
+    activation = "none" if act is None else act
+    check_codes(w, scaling, activation)
+    _check_codes_of_x(w, x)
     if x.device.type == "cpu":
         return Plan("spmm_nm_scaled", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
-    from .scaled_device import describe, groups_of_scale, numbers_of
+    from .scaled_device import describe
 
-    call = Call(scaling.sums, act or "none", scaling.out, out_dtype)
+    call = Call(scaling.sums, activation, scaling.out, out_dtype)
     numbers = numbers_of(w.dtype, x.dtype, call, groups_of_scale(scaling.w, w.shape[0]))
     problem = Problem(max(1, x.numel() // max(1, x.shape[-1])), *w.shape)
-    told = describe(problem, numbers, call.activation, x.get_device())
-    return Plan("spmm_nm_scaled", "kernel", told)
+    why = describe(problem, numbers, activation, x.get_device())
+    return Plan("spmm_nm_scaled", "kernel", why)
 
 
 def why_no_kernel(w: NM, x: Tensor) -> str | None:
@@ -162,15 +190,49 @@ def why_no_kernel(w: NM, x: Tensor) -> str | None:
     return why_no_launch((w.values, w.meta), x)
 
 
-def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
+def check_codes(w: NM, scaling: Scaling, activation: object) -> None:
+    """Refuse another kind of weight or of scaling, and an activation that is none.
+
+    Raises:
+        ArgumentError: It says which.
+    """
     if not isinstance(w, NM) or w.dtype not in CODES:
-        kind = w.dtype if isinstance(w, NM) else type(w).__name__
-        _refuse(f"w of {kind}", "an NM matrix of int8 or float8_e4m3fn", "spmm_nm for 16 bits")
-    check_parts(w, (w.values, w.meta))
-    (out, k), dtypes = w.shape, _X_DTYPES[w.dtype]
-    if x.dtype not in dtypes or x.device != w.device:
+        kind, hint = type(w).__name__, "spmm_nm for 16 bits"
+        if isinstance(w, NM):
+            kind = str(w.dtype)
+        elif isinstance(w, Quantized):
+            kind = f"{kind}, {w.scheme} in {w.codes_format}"
+            hint = _QUANTIZED_HINT if w.scheme.bits == 8 else "spmm_nm_int4(w, x)"
+        _refuse(f"w of {kind}", "an NM matrix of int8 or float8_e4m3fn", hint)
+    if not isinstance(scaling, Scaling):
+        _refuse(f"scaling {told(scaling)}", "a Scaling", "Scaling(w=..., x=...)")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS[1:])
+        _refuse(f"act={activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
+
+
+def check_x_dtype(w: NM, dtype: object) -> None:
+    """Refuse what no codes of x beside these of w are stored as.
+
+    Raises:
+        ArgumentError: It says what they are.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in _X_DTYPES[w.dtype]:
+        known = " or ".join(map(str, _X_DTYPES[w.dtype]))
+        _refuse(f"x_dtype={dtype!r} beside w of {w.dtype}", known, str(w.dtype))
+
+
+def _check_codes_of_x(w: NM, x: Tensor) -> None:
+    dtypes = _X_DTYPES[w.dtype]
+    if not is_dense(x) or x.dtype not in dtypes or x.device != w.device:
+        fact = f"x is {x.dtype} on {x.device}" if is_dense(x) else f"x {told(x)}"
         need = f"{' or '.join(map(str, dtypes))} on {w.device}"
-        _refuse(f"x is {x.dtype} on {x.device}", need, f"ops.quantize_rows(x, {w.dtype})")
+        _refuse(fact, need, f"ops.quantize_rows(x, {w.dtype})")
+
+
+def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
+    check_parts(w, (w.values, w.meta))
+    out, k = w.shape
     # Of 6:8 more than half is kept.
     longest = min(_LONGEST_INT8, (2**31 - 1) // 2**14 // w.pattern.n * w.pattern.m)
     if w.dtype == torch.int8 and k > longest:
@@ -186,11 +248,6 @@ def _check(w: NM, x: Tensor, scaling: Scaling, call: Call) -> None:
         _refuse(fact, need, 'ops.quantize_rows(x, "int4")' if few else "x.mT")
     if call.sums not in _SUMS:
         _refuse(f"sums={call.sums!r}", "one of " + ", ".join(_SUMS), "'promoted'")
-    if call.activation not in (*ACTIVATIONS, SWIGLU):
-        known = ", ".join((*ACTIVATIONS[1:], SWIGLU))
-        _refuse(f"act={call.activation!r}", f"one of {known}, or None", repr(ACTIVATIONS[1]))
-    if call.config is not None and call.config.bits != 8:
-        _refuse(f"config {call.config.name} of 16 bits", "a tile of 8 bits", "config=None")
     groups = -(-k // GROUP) if w.dtype != torch.int8 else 1  # Sums of integers stay integers.
     _check_scale("w", scaling.w, x, ((1,), (out,), (out, 1), (out, groups)))
     _check_scale("x", scaling.x, x, ((1,), (*x.shape[:-1], 1)))
@@ -201,50 +258,64 @@ def _check_scale(
 ) -> None:
     if scale is None:
         return
-    if scale.dtype != torch.float32 or scale.device != x.device or tuple(scale.shape) not in shapes:
+    fits = is_dense(scale) and scale.dtype == torch.float32 and scale.device == x.device
+    if not fits or tuple(scale.shape) not in shapes:
         shown = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        _refuse(
-            f"scale of {name} {list(scale.shape)} of {scale.dtype} on {scale.device}",
-            f"float32 {shown} on {x.device}",
-            "scale.float(), one number a row",
-        )
+        need = f"float32 {shown} on {x.device}"
+        _refuse(f"scale of {name} {told(scale)}", need, "torch.tensor([0.5]), or one number a row")
+
+
+def _check_result(w: NM, scales: Pair, added: Pair, call: Call) -> None:
+    """Refuse a dtype, a step of codes or an activation that this result cannot have."""
+    dtype, step, (bias, residual) = call.out_dtype, call.out_scale, added
+    if dtype not in _RESULTS:
+        _refuse(f"out_dtype={dtype}", ", ".join(map(str, _RESULTS)), "torch.bfloat16")
+    if step is not None or dtype in CODES:
+        _check_step(step, dtype)
+    if call.activation == SWIGLU:
+        if w.shape[0] % 16:
+            _refuse(f"swiglu of {w.shape[0]} rows", "a multiple of 16", "interleave_gate_up")
+        if residual is not None:
+            _refuse("swiglu with a residual", "no residual", "an addition after it")
+    if dtype == torch.int32:
+        scaled_up = any(t is not None for t in (*scales, bias)) or call.activation != "none"
+        if w.dtype != torch.int8 or scaled_up:
+            _refuse("a result of int32 with more to do", "sums of int8 as they are", "float32")
+
+
+def _check_step(step: float | None, dtype: torch.dtype) -> None:
+    # A tensor would be found again by its identity, whatever it holds by then.
+    fits = isinstance(step, Real) and _LEAST_OUT <= step <= _MOST_OUT
+    if dtype not in CODES or not fits:
+        need = "a number from 2^-126 to 2^126 for a result in 8 bits, none for any other"
+        _refuse(f"scaling.out={step} for {dtype}", need, "Scaling(out=0.1)")
 
 
 def _check_added(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> None:
-    bias, residual = added
-    dtype, out = call.out_dtype, w.shape[0]
-    known = (*_WIDE, torch.int32, *CODES)
-    if dtype not in known:
-        _refuse(f"out_dtype={dtype}", ", ".join(map(str, known)), "torch.bfloat16")
-    # A tensor would be found again by its identity, whatever it holds by then.
-    if (call.out_scale is not None) != (dtype in CODES) or not (
-        call.out_scale is None or (isinstance(call.out_scale, Real) and call.out_scale > 0)
-    ):
-        need = "a positive number for a result in 8 bits, none for any other"
-        _refuse(f"scaling.out={call.out_scale} for {dtype}", need, "Scaling(out=0.1)")
-    scaled_up = any(t is not None for t in (*scales, bias)) or call.activation != "none"
-    if call.activation == SWIGLU and (out % 16 or residual is not None):
-        _refuse(f"swiglu of {out} rows", "a multiple of 16, and no residual", "interleave_gate_up")
-    if dtype == torch.int32 and (w.dtype != torch.int8 or scaled_up):
-        _refuse("a result of int32 with more to do", "sums of int8 as they are", "float32")
+    (bias, residual), dtype, out = added, call.out_dtype, w.shape[0]
     wanted = dtype if dtype in _WIDE else torch.float32
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != ((out,), wanted, x.device):
-        fact = f"bias {list(bias.shape)} of {bias.dtype} on {bias.device}"
-        _refuse(fact, f"[{out}] of {wanted} on {x.device}", f"bias.to({wanted})")
-    shape = (*x.shape[:-1], out)
-    if residual is not None and (
-        dtype not in _WIDE
-        or (residual.shape, residual.dtype, residual.device) != (shape, dtype, x.device)
+    if bias is not None and not (
+        is_dense(bias) and (bias.shape, bias.dtype, bias.device) == ((out,), wanted, x.device)
     ):
-        fact = f"residual {list(residual.shape)} of {residual.dtype} for {dtype}"
-        _refuse(fact, f"{list(shape)} as the result, of 16 or 32 bits", "an addition after it")
-    terms = [tensor for tensor in (*scales, *added) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in terms):
-        _refuse(
-            "a scale, bias or residual that requires a gradient",
-            "none that does",
-            "torch.no_grad(), or detach()",
-        )
+        _refuse(f"bias {told(bias)}", f"[{out}] of {wanted} on {x.device}", f"bias.to({wanted})")
+    shape = (*x.shape[:-1], out)
+    if residual is not None and not (
+        dtype in _WIDE
+        and is_dense(residual)
+        and (residual.shape, residual.dtype, residual.device) == (shape, dtype, x.device)
+    ):
+        need = f"{list(shape)} on {x.device} as the result, of 16 or 32 bits"
+        _refuse(f"residual {told(residual)} for {dtype}", need, "an addition after it")
+    if needs_gradient(x, w.values, *scales, *added):
+        _refuse("a tensor that requires a gradient", "none that does", "torch.no_grad(), detach()")
+    if call.config is not None:
+        _check_config(call.config, w, x, scales[0], call)
+
+
+def _check_config(config: object, w: NM, x: Tensor, scale: Tensor | None, call: Call) -> None:
+    if not isinstance(config, Config):
+        _refuse(f"config {told(config)}", "a Config of hopsparse.ops.spmm_nm.kernel", "config=None")
+    check_numbers(config, numbers_of(w.dtype, x.dtype, call, groups_of_scale(scale, w.shape[0])))
 
 
 def _refuse(fact: Any, need: str, hint: str) -> NoReturn:

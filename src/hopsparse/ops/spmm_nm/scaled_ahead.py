@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from ...compiler import KernelCache
-from ...errors import ArgumentError
 from ...formats.nm import NM
 from ...plan import KernelSpec
 from ...tune import machine_of
-from .cost import Problem
-from .kernel import ACTIVATIONS, SWIGLU, Config, fold_of, spec_of_numbers, stores_directly
-from .scaled import Scaling, why_no_kernel
-from .scaled_dispatch import Call
+from .cost import Problem, counted
+from .kernel import Config, fold_of, spec_of_numbers, stores_directly
+from .scaled import Scaling, check_codes, check_x_dtype, why_no_kernel
+from .scaled_dispatch import Call, groups_of_scale, numbers_of
 from .scaled_plan import choices_scaled
 
 
@@ -44,7 +43,7 @@ def prepare_scaled(
         The tiles, by the least token count that chooses each.
 
     Raises:
-        ArgumentError: No tokens, or no such activation.
+        ArgumentError: No tokens, no such activation or x, or another kind of weight or scaling.
         CompileError: A kernel does not compile.
         UnsupportedError: A CUDA graph is being captured.
 
@@ -52,20 +51,19 @@ def prepare_scaled(
         >>> prepare_scaled(NM.from_dense(torch.zeros(16, 64, dtype=torch.int8)), 4096)
         ()
     """
-    activation, scaling = act or "none", scaling or Scaling()
-    if max_tokens < 1 or activation not in (*ACTIVATIONS, SWIGLU):
-        raise ArgumentError(
-            f"max_tokens={max_tokens}, act={act!r}",
-            need="at least one token, and an activation of spmm_nm_scaled",
-            hint="max_tokens=4096",
-        )
+    activation = "none" if act is None else act
+    scaling = Scaling() if scaling is None else scaling
+    max_tokens = counted(max_tokens)
+    check_codes(w, scaling, activation)
+    of_x = w.dtype if x_dtype is None else x_dtype
+    check_x_dtype(w, of_x)
     if why_no_kernel(w, w.values) is not None:
         return ()
-    from .scaled_device import groups_of_scale, load, numbers_of
+    from .scaled_device import load
 
     out, device = w.shape[0], w.values.get_device()
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
-    numbers = numbers_of(w.dtype, x_dtype or w.dtype, call, groups_of_scale(scaling.w, out))
+    numbers = numbers_of(w.dtype, of_x, call, groups_of_scale(scaling.w, out))
     machine, problem = machine_of(device), Problem(max_tokens, *w.shape)
     found = choices_scaled(
         problem, numbers, machine.sm_count, activation=activation, machine=machine

@@ -14,7 +14,7 @@ from ...tune import machine_of
 from .cost import Problem
 from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
 from .kernel import Config, Numbers, fold_of
-from .scaled_dispatch import Call, Pair, four_bits
+from .scaled_dispatch import Call, Pair, groups_of_scale, numbers_of
 from .scaled_plan import choose_scaled, sums_of, tuned_scaled
 
 _BOUND = KnownLaunches()
@@ -108,19 +108,6 @@ def describe(problem: Problem, numbers: Numbers, activation: str, device: int) -
     is_tuned = tuned_scaled(problem, numbers, machine, activation=activation) is not None
     how = "tuned" if is_tuned else "predicted"
     return f"wgmma.sp, tile {config.name}, {how}; {sums_of(numbers)} sums"
-
-
-def numbers_of(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
-    """What a call computes with; of so many scales a row of w, 0 if all rows share one."""
-    of_w, of_x, of_y = (str(each).removeprefix("torch.") for each in (w, x, call.out_dtype))
-    of_x = "int4" if four_bits(w, x) else of_x
-    promoted = w is not torch.int8 and call.sums == "promoted"
-    return Numbers(of_w, of_x, of_y, promoted, grouped=groups > 1)
-
-
-def groups_of_scale(scale: Tensor | None, out: int) -> int:
-    """Scales of a row of w; 0 where all rows share one."""
-    return 0 if scale is None or scale.numel() == 1 else scale.numel() // out
 
 
 @cache

@@ -14,7 +14,7 @@ from ...formats.nm import NM
 from ...formats.pattern import NMPattern, parse_pattern
 from ...formats.quantized import unpack_nibbles
 from .dispatch import LIBRARY
-from .kernel import SWIGLU, Config, fold_of
+from .kernel import SWIGLU, Config, Numbers, fold_of
 from .op import is_recorded
 from .reference import apply_activation
 
@@ -101,6 +101,20 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
 def four_bits(w: torch.dtype, x: torch.dtype) -> bool:
     """Whether codes of x have 4 bits, two a byte: int8 beside a weight of E4M3."""
     return w == torch.float8_e4m3fn and x == torch.int8
+
+
+def numbers_of(w: torch.dtype, x: torch.dtype, call: Call, groups: int) -> Numbers:
+    """What a call computes with; of so many scales a row of w, 0 if all rows share one."""
+    of_w, of_x, of_y = (str(each).removeprefix("torch.") for each in (w, x, call.out_dtype))
+    of_x = "int4" if four_bits(w, x) else of_x
+    grouped = groups > 1  # Groups are promoted whatever is asked for.
+    promoted = w is not torch.int8 and call.sums == "promoted" and not grouped
+    return Numbers(of_w, of_x, of_y, promoted, grouped)
+
+
+def groups_of_scale(scale: Tensor | None, out: int) -> int:
+    """Scales of a row of w; 0 where all rows share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.numel() // out
 
 
 def to_out(y: Tensor, call: Call) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...formats.scheme import Scheme
 from ...measure.product import Product
 from ...measure.roofline import predict
 from ...plan import Target
 from ...tune import Machine, Store
 from .cost import Problem
-from .explain import Explanation, floors_of, tile_of
+from .explain import Explanation, Floors, floors_of, tile_of
 from .kernel import Numbers, spec_of_numbers, stores_directly
 from .scaled_dispatch import GROUP
 from .scaled_plan import (
@@ -87,13 +89,22 @@ def explain_scaled(
         chosen=tiles[0],
         is_tuned=machine is not None and tuned_scaled(problem, numbers, machine) is not None,
         others=tiles[1:],
-        floors=floors_of(product, problem.tokens, gpu),
+        floors=_floors(product, problem, numbers, gpu),
         dense_us=predict(product.as_dense(), problem.tokens, gpu).time_us,
         results=tuple(Store.default().entries(key.op, key.kernel, key.problem)),
         names=scaled_versions(numbers),
         sums=sums_of(numbers),
         dense_when=CODES_RUN_DENSE_WHEN,
     )
+
+
+def _floors(product: Product, problem: Problem, numbers: Numbers, gpu: Target) -> Floors:
+    """Those of the layer; but scales by group are in float32 here, where layers have 16 bits."""
+    found = floors_of(product, problem.tokens, gpu)
+    if not numbers.grouped:
+        return found
+    more = found.bytes + 2 * problem.out * -(-problem.k // GROUP)
+    return replace(found, bytes=more, bytes_us=1e6 * more / gpu.read_bandwidth)
 
 
 def _product(problem: Problem, numbers: Numbers) -> Product:

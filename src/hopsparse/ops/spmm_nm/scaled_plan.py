@@ -56,7 +56,8 @@ def numbers_for(dtype: str, sums: str = "promoted", *, grouped: bool = False) ->
             hint="one scale a row",
         )
     w, _, x = dtype.partition("/")
-    return Numbers(w, x or w, "bfloat16", w != "int8" and sums == "promoted", grouped)
+    promoted = w != "int8" and sums == "promoted" and not grouped  # Groups always are.
+    return Numbers(w, x or w, "bfloat16", promoted, grouped)
 
 
 def sums_of(numbers: Numbers) -> str:
