@@ -70,10 +70,9 @@ def spmm_nm_int4(
     """
     check_int4_weight(w)
     _check_dense(w, x)
-    wide = w.dtype if x.dtype in _CODES else x.dtype
-    call = Int4Call(
-        "none" if act is None else act, wide if out_dtype is None else out_dtype, config
-    )
+    if out_dtype is None:
+        out_dtype = w.dtype if x.dtype in _CODES else x.dtype
+    call = Int4Call("none" if act is None else act, out_dtype, config)
     _check(w, x, x_scale, call)
     _check_added(w, x, bias, residual, call)
     return int4_product(w, x, (x_scale, bias, residual), call)
@@ -190,6 +189,8 @@ def _check_added(
     if dtype not in allowed:
         known = " or ".join(map(str, allowed))
         _refuse(f"out_dtype={dtype} for x of {x.dtype}", known, str(allowed[0]))
+    if bias is None and residual is None:
+        return
     wanted, shape = (dtype, x.device), (*x.shape[:-1], out)
     if bias is not None and not (
         is_dense(bias) and bias.shape == (out,) and (bias.dtype, bias.device) == wanted
