@@ -242,6 +242,10 @@ def test_the_text_says_what_runs_and_why(run: Run) -> None:
         (("--shape", "64x64", "--tokens", "1", "--grouped"), "--grouped of bfloat16"),
         (("--shape", "64x64", "--tokens", "1", "--dtype", "int8", "--grouped"), "of int8"),
         (
+            ("--shape", "64x64", "--tokens", "1", "--dtype", "int8", "--sums", "fast"),
+            "--sums fast of int8",
+        ),
+        (
             ("--shape", "64x64", "--tokens", "1", "--dtype", "float8_e4m3fn", "--sums", "exact"),
             "sums 'exact'",
         ),
