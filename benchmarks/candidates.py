@@ -38,7 +38,7 @@ from hopsparse.measure.suite import read_suite
 from hopsparse.ops.spmm_nm.cost import FITTED, Constants, predicted_us, suits
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, eight_bit
-from hopsparse.ops.spmm_nm.scaled_plan import (
+from hopsparse.ops.spmm_nm.scaled.plan import (
     CODES,
     SUMS,
     candidates_scaled,
@@ -46,7 +46,7 @@ from hopsparse.ops.spmm_nm.scaled_plan import (
     scaled_us,
     sums_of,
 )
-from hopsparse.ops.spmm_nm.scaled_tuning import CodesLayer, Ready
+from hopsparse.ops.spmm_nm.scaled.tuning import CodesLayer, Ready
 from hopsparse.ops.spmm_nm.tuning import Layer
 from hopsparse.tune import Steps
 

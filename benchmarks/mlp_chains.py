@@ -33,7 +33,7 @@ from hopsparse.measure.error import (
 )
 from hopsparse.measure.reference import one_of_each_block
 from hopsparse.ops import Scaling, interleave_gate_up, pack_nm, quantize_rows, spmm_nm_scaled
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
 
 KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _ROWS_AT_LEAST = 8  # compared of every problem, however few blocks of tokens it has

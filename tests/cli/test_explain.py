@@ -17,8 +17,8 @@ from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
 from hopsparse.ops.spmm_nm.explain import explain, target_of
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, DENSE, candidates, key_of, versions
-from hopsparse.ops.spmm_nm.scaled_explain import explain_scaled
-from hopsparse.ops.spmm_nm.scaled_plan import candidates_scaled, scaled_key, scaled_versions
+from hopsparse.ops.spmm_nm.scaled.explain import explain_scaled
+from hopsparse.ops.spmm_nm.scaled.plan import candidates_scaled, scaled_key, scaled_versions
 from hopsparse.plan import TARGETS, parse_target
 from hopsparse.tune import Machine, Measured, Store
 from tests.cli.conftest import Run

@@ -19,7 +19,7 @@ from hopsparse.measure.suite import Problem, SummedProblem
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import DENSE
-from hopsparse.ops.spmm_nm.scaled_tuning import named_scaled_candidates
+from hopsparse.ops.spmm_nm.scaled.tuning import named_scaled_candidates
 from hopsparse.ops.spmm_nm.tuning import named_candidates
 from hopsparse.tune import Measured, Ranking, token_classes
 from tests.cli.conftest import SMALL, Run

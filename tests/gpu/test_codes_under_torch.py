@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hopsparse.formats import NM, Quantized
 from hopsparse.ops import Scaling, spmm_nm_int4, spmm_nm_scaled
-from hopsparse.ops.spmm_nm.int4 import plan_int4
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
+from hopsparse.ops.spmm_nm.int4.op import plan_int4
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
 from hopsparse.quant import quantize_matrix
 
 OUT, K, TOKENS = 128, 512, 5

@@ -10,7 +10,7 @@ from hopsparse.formats import NM, NMPattern, Quantized
 from hopsparse.formats.scheme import parse_scheme
 from hopsparse.measure.error import finish_bound, product_bound
 from hopsparse.ops import spmm_nm_int4
-from hopsparse.ops.spmm_nm.int4 import plan_int4
+from hopsparse.ops.spmm_nm.int4.op import plan_int4
 from hopsparse.ops.spmm_nm.kernel import ACTIVATIONS, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import four_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation

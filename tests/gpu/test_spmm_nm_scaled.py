@@ -15,9 +15,9 @@ from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
-from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
-from hopsparse.ops.spmm_nm.scaled_device import one_of
+from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
+from hopsparse.ops.spmm_nm.scaled.device import one_of
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8, INT8 = "float8_e4m3fn", "int8"

@@ -15,18 +15,18 @@ from hopsparse.formats import NM, NMPattern
 from hopsparse.launch import kernel as launch_kernel
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import Scaling, spmm_nm_scaled
-from hopsparse.ops.spmm_nm import scaled_device
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import Problem, eight_bit
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
-from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
-from hopsparse.ops.spmm_nm.scaled_plan import (
+from hopsparse.ops.spmm_nm.scaled import device as scaled_device
+from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
+from hopsparse.ops.spmm_nm.scaled.plan import (
     choices_scaled,
     numbers_for,
     scaled_key,
     scaled_versions,
 )
-from hopsparse.ops.spmm_nm.scaled_tuning import (
+from hopsparse.ops.spmm_nm.scaled.tuning import (
     CodesLayer,
     Ready,
     named_scaled_candidates,

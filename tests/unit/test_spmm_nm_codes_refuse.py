@@ -20,14 +20,14 @@ from hopsparse.ops import (
     spmm_nm_scaled,
 )
 from hopsparse.ops.spmm_nm.device import rows_for_tma
-from hopsparse.ops.spmm_nm.int4 import plan_int4
-from hopsparse.ops.spmm_nm.int4_ahead import prepare_int4
+from hopsparse.ops.spmm_nm.int4.ahead import prepare_int4
+from hopsparse.ops.spmm_nm.int4.op import plan_int4
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers, check_numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
-from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
-from hopsparse.ops.spmm_nm.scaled_dispatch import Call, numbers_of
-from hopsparse.ops.spmm_nm.scaled_plan import numbers_for
+from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
+from hopsparse.ops.spmm_nm.scaled.dispatch import Call, numbers_of
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
+from hopsparse.ops.spmm_nm.scaled.plan import numbers_for
 from hopsparse.quant import quantize_matrix
 
 E4M3 = torch.float8_e4m3fn

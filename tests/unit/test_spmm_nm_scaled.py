@@ -17,8 +17,8 @@ from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import Problem
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, eight_bit
-from hopsparse.ops.spmm_nm.scaled import plan_scaled
-from hopsparse.ops.spmm_nm.scaled_plan import choose_scaled
+from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
+from hopsparse.ops.spmm_nm.scaled.plan import choose_scaled
 from tests.helpers.operators import Operators
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -15,12 +15,12 @@ from hopsparse.measure.contest import Reference
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import FITTED, Problem, predicted_us, unit_clocks
-from hopsparse.ops.spmm_nm.int4_ahead import prepare_int4
-from hopsparse.ops.spmm_nm.int4_device import choose_int4
+from hopsparse.ops.spmm_nm.int4.ahead import prepare_int4
+from hopsparse.ops.spmm_nm.int4.device import choose_int4
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import choose, eight_bit, key_of
-from hopsparse.ops.spmm_nm.scaled_ahead import prepare_scaled
-from hopsparse.ops.spmm_nm.scaled_plan import (
+from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
+from hopsparse.ops.spmm_nm.scaled.plan import (
     candidates_scaled,
     choices_scaled,
     choose_scaled,
@@ -30,7 +30,7 @@ from hopsparse.ops.spmm_nm.scaled_plan import (
     scaled_versions,
     tuned_scaled,
 )
-from hopsparse.ops.spmm_nm.scaled_tuning import (
+from hopsparse.ops.spmm_nm.scaled.tuning import (
     CodesLayer,
     named_scaled_candidates,
 )

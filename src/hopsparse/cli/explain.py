@@ -82,7 +82,7 @@ def run(options: Explain) -> None:
 def _explained(problem: Problem, gpu: Target, machine: Machine | None = None) -> Explanation:
     from ..ops.spmm_nm.cost import Problem as Sizes
     from ..ops.spmm_nm.explain import explain
-    from ..ops.spmm_nm.scaled_explain import explain_scaled
+    from ..ops.spmm_nm.scaled.explain import explain_scaled
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
     if numbers is not None:

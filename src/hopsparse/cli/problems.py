@@ -81,7 +81,7 @@ def check_sums(dtype: str, sums: str, grouped: bool) -> None:
     Raises:
         ArgumentError: It says what.
     """
-    from ..ops.spmm_nm.scaled_plan import numbers_for
+    from ..ops.spmm_nm.scaled.plan import numbers_for
 
     if dtype in CODES:
         numbers_for(dtype, sums, grouped=grouped)
@@ -119,7 +119,7 @@ def problem_of(
 def numbers_of(problem: Problem) -> Numbers | None:
     """What a problem of codes computes with; None for 16 bits."""
     from ..measure.suite import SummedProblem
-    from ..ops.spmm_nm.scaled_plan import numbers_for
+    from ..ops.spmm_nm.scaled.plan import numbers_for
 
     if not isinstance(problem, SummedProblem):
         return None

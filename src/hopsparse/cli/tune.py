@@ -140,7 +140,7 @@ def _tuned(
 
 def _ranking(problem: Problem, budget_s: float, show: Show) -> Ranking:
     from ..ops.spmm_nm.cost import Problem as Sizes
-    from ..ops.spmm_nm.scaled_tuning import tune_scaled
+    from ..ops.spmm_nm.scaled.tuning import tune_scaled
     from ..ops.spmm_nm.tuning import tune_problem
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
@@ -166,7 +166,7 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
     """
     from ..ops.spmm_nm.dense import beats
     from ..ops.spmm_nm.plan import DENSE
-    from ..ops.spmm_nm.scaled_plan import sums_of
+    from ..ops.spmm_nm.scaled.plan import sums_of
     from ..tune import Measured, token_class
 
     names, nothing = _names(problem, sm_count), Measured.wrong("")
@@ -211,7 +211,7 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
 def _names(problem: Problem, sm_count: int) -> list[str]:
     """What is timed for a problem, the model's choice first; dense only where layers may run it."""
     from ..ops.spmm_nm.cost import Problem as Sizes
-    from ..ops.spmm_nm.scaled_tuning import named_scaled_candidates
+    from ..ops.spmm_nm.scaled.tuning import named_scaled_candidates
     from ..ops.spmm_nm.tuning import named_candidates
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
 from ..ops._product import is_hopper
-from ..ops.spmm_nm.int4_ahead import prepare_int4
+from ..ops.spmm_nm.int4.ahead import prepare_int4
 from ..ops.spmm_nm.op import is_transformed
-from ..ops.spmm_nm.scaled import plan_scaled
-from ..ops.spmm_nm.scaled_ahead import prepare_scaled
+from ..ops.spmm_nm.scaled.ahead import prepare_scaled
+from ..ops.spmm_nm.scaled.op import plan_scaled
 from ..quant import fake_inputs, round_inputs
 
 _CODES: dict[str, torch.dtype | str] = {

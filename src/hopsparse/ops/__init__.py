@@ -15,9 +15,9 @@ from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
-from .spmm_nm.int4 import spmm_nm_int4
+from .spmm_nm.int4.op import spmm_nm_int4
 from .spmm_nm.op import spmm_nm
-from .spmm_nm.scaled import Scaling, interleave_gate_up, spmm_nm_scaled
+from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
 #: `quantize_rows` its inputs.

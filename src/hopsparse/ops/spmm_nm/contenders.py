@@ -9,7 +9,7 @@ from ...errors import ArgumentError
 from ...formats.nm import NM
 from ...measure.codes import CodedInput, CodedWeight
 from ...measure.contest import Way
-from .scaled import Scaling, plan_scaled, spmm_nm_scaled
+from .scaled.op import Scaling, plan_scaled, spmm_nm_scaled
 
 #: The first word of our names in tables and files.
 OURS = "hopsparse"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...formats.nm import NM
-from ...formats.pattern import NMPattern, parse_pattern
-from ...formats.quantized import unpack_nibbles
-from .dispatch import LIBRARY
-from .kernel import SWIGLU, Config, Numbers, fold_of
-from .op import is_recorded
-from .reference import apply_activation
+from ....formats.nm import NM
+from ....formats.pattern import NMPattern, parse_pattern
+from ....formats.quantized import unpack_nibbles
+from ..dispatch import LIBRARY
+from ..kernel import SWIGLU, Config, Numbers, fold_of
+from ..op import is_recorded
+from ..reference import apply_activation
 
 Pair = tuple[Tensor | None, Tensor | None]
 GROUP = 128  # columns that share a scale of w, where a row has several
@@ -128,12 +128,12 @@ def to_out(y: Tensor, call: Call) -> Tensor:
 
 
 def _chosen(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
-    from .scaled import why_no_kernel
+    from .op import why_no_kernel
 
     if why_no_kernel(w, x) is not None:
         return reference(w, x, scales, added, call)
     # Here, because a process on the CPU needs neither a compiler nor a driver.
-    from .scaled_device import run
+    from .device import run
 
     return run(w, x, scales, added, call)
 

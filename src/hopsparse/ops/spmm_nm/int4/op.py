@@ -8,14 +8,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError
-from ...formats._windows import windows_of
-from ...formats.pattern import NMPattern, parse_pattern
-from ...formats.quantized import Quantized
-from .._product import Plan, is_dense, told
-from .int4_dispatch import Int4Call, int4_product, numbers_of
-from .kernel import ACTIVATIONS, Config, check_numbers
-from .op import check_parts, needs_gradient, why_no_launch
+from ....errors import ArgumentError
+from ....formats._windows import windows_of
+from ....formats.pattern import NMPattern, parse_pattern
+from ....formats.quantized import Quantized
+from ..._product import Plan, is_dense, told
+from ..kernel import ACTIVATIONS, Config, check_numbers
+from ..op import check_parts, needs_gradient, why_no_launch
+from .dispatch import Int4Call, int4_product, numbers_of
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)

@@ -15,12 +15,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ...compiler import KernelCache
-from ...formats.nm import NM
-from ...formats.quantized import pack_nibbles
-from ...measure.clock import Contender, gpu, time_side_by_side
-from ...measure.coded_contest import CodedReference
-from ...measure.codes import (
+from ....compiler import KernelCache
+from ....formats.nm import NM
+from ....formats.quantized import pack_nibbles
+from ....measure.clock import Contender, gpu, time_side_by_side
+from ....measure.coded_contest import CodedReference
+from ....measure.codes import (
     CodedInput,
     CodedWeight,
     integer_input,
@@ -28,18 +28,18 @@ from ...measure.codes import (
     random_input,
     random_weight,
 )
-from ...measure.contest import Reference, largest_excess
-from ...measure.fault import wait_for
-from ...measure.reference import cold_copies
-from ...measure.timing import Timing
-from ...plan import KernelSpec
-from ...tune import Ranking, Show, Steps, Store, machine_of, tune
-from .cost import Problem
-from .kernel import Config, Numbers, spec_of_numbers, stores_directly
-from .scaled import Scaling, spmm_nm_scaled
-from .scaled_dispatch import GROUP
-from .scaled_plan import candidates_scaled, scaled_key, scaled_versions, sums_of
-from .tuning import measured_problem
+from ....measure.contest import Reference, largest_excess
+from ....measure.fault import wait_for
+from ....measure.reference import cold_copies
+from ....measure.timing import Timing
+from ....plan import KernelSpec
+from ....tune import Ranking, Show, Steps, Store, machine_of, tune
+from ..cost import Problem
+from ..kernel import Config, Numbers, spec_of_numbers, stores_directly
+from ..tuning import measured_problem
+from .dispatch import GROUP
+from .op import Scaling, spmm_nm_scaled
+from .plan import candidates_scaled, scaled_key, scaled_versions, sums_of
 
 _DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 _LARGEST_INT4, _WIDENED = 7.0, 2.0**9
@@ -81,8 +81,8 @@ def tune_scaled(
     Raises:
         UnsupportedError: There is no GPU, or it is no H100 or H200.
     """
-    from ...launch import device_facts
-    from .scaled_device import forget_scaled_launches
+    from ....launch import device_facts
+    from .device import forget_scaled_launches
 
     where = gpu(device)
     device_facts(where.index).require(KernelSpec.arch)

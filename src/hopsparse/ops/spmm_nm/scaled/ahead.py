@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ...compiler import KernelCache
-from ...formats.nm import NM
-from ...plan import KernelSpec
-from ...tune import machine_of
-from .cost import Problem, counted
-from .kernel import Config, fold_of, spec_of_numbers, stores_directly
-from .scaled import Scaling, check_codes, check_x_dtype, why_no_kernel
-from .scaled_dispatch import Call, groups_of_scale, numbers_of
-from .scaled_plan import choices_scaled
+from ....compiler import KernelCache
+from ....formats.nm import NM
+from ....plan import KernelSpec
+from ....tune import machine_of
+from ..cost import Problem, counted
+from ..kernel import Config, fold_of, spec_of_numbers, stores_directly
+from .dispatch import Call, groups_of_scale, numbers_of
+from .op import Scaling, check_codes, check_x_dtype, why_no_kernel
+from .plan import choices_scaled
 
 
 def prepare_scaled(
@@ -59,7 +59,7 @@ def prepare_scaled(
     check_x_dtype(w, of_x)
     if why_no_kernel(w, w.values) is not None:
         return ()
-    from .scaled_device import load
+    from .device import load
 
     out, device = w.shape[0], w.values.get_device()
     call = Call(scaling.sums, activation, scaling.out, out_dtype)

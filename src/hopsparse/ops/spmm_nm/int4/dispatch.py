@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...formats.quantized import Quantized
-from .._product import product
-from .dispatch import LIBRARY
-from .kernel import Config, Numbers
-from .op import is_recorded, needs_gradient
-from .reference import apply_activation
+from ....formats.quantized import Quantized
+from ..._product import product
+from ..dispatch import LIBRARY
+from ..kernel import Config, Numbers
+from ..op import is_recorded, needs_gradient
+from ..reference import apply_activation
 
 _PARTS = ("values", "meta", "scales")
 _CODES = (torch.int8, torch.float8_e4m3fn)
@@ -80,12 +80,12 @@ def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
 
 
 def _chosen(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
-    from .int4 import why_no_int4_kernel
+    from .op import why_no_int4_kernel
 
     if why_no_int4_kernel(w, x, *added) is not None:
         return reference(w, x, added, call)
     # Here, because a process on the CPU needs neither a compiler nor a driver.
-    from .int4_device import run
+    from .device import run
 
     return run(w, x, added, call)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...formats.scheme import Scheme
-from ...measure.product import Product
-from ...measure.roofline import predict
-from ...plan import Target
-from ...tune import Machine, Store
-from .cost import Problem
-from .explain import Explanation, Floors, floors_of, tile_of
-from .kernel import Numbers, spec_of_numbers, stores_directly
-from .scaled_dispatch import GROUP
-from .scaled_plan import (
+from ....formats.scheme import Scheme
+from ....measure.product import Product
+from ....measure.roofline import predict
+from ....plan import Target
+from ....tune import Machine, Store
+from ..cost import Problem
+from ..explain import Explanation, Floors, floors_of, tile_of
+from ..kernel import Numbers, spec_of_numbers, stores_directly
+from .dispatch import GROUP
+from .plan import (
     candidates_scaled,
     choose_scaled,
     codes_of,
@@ -59,7 +59,7 @@ def explain_scaled(
 
     Example:
         >>> from hopsparse.plan import target
-        >>> from hopsparse.ops.spmm_nm.scaled_plan import numbers_for
+        >>> from hopsparse.ops.spmm_nm.scaled.plan import numbers_for
         >>> found = explain_scaled(Problem(4096, 4096, 4096), numbers_for("int8"), target("h200"))
         >>> round(found.floors.us, 1), found.sums
         (43.4, 'exact')

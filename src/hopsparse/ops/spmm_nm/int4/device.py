@@ -8,14 +8,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...formats.quantized import Quantized
-from ...launch import KnownLaunches, current_stream, device_facts
-from .cost import Problem, fastest, predicted_us, suits
-from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
-from .int4_dispatch import Added, Int4Call, numbers_of
-from .kernel import Config, Numbers
-from .plan import four_bit
-from .scaled_device import one_of
+from ....formats.quantized import Quantized
+from ....launch import KnownLaunches, current_stream, device_facts
+from ..cost import Problem, fastest, predicted_us, suits
+from ..device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
+from ..kernel import Config, Numbers
+from ..plan import four_bit
+from ..scaled.device import one_of
+from .dispatch import Added, Int4Call, numbers_of
 
 _BOUND = KnownLaunches()
 # What sums are multiplied by, of kept values that were widened to steps of 2^-9, or to 16 times the
@@ -24,7 +24,7 @@ _OF_WIDENED = {torch.float8_e4m3fn: 2.0**9, torch.int8: 2.0**-4}
 
 
 def run(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
-    """The product of arguments that were checked; as for `int4_dispatch.int4_product`."""
+    """The product of arguments that were checked; as for `dispatch.int4_product`."""
     (out, k), device, scheme = w.shape, x.get_device(), w.scheme
     y = torch.empty((*x.shape[:-1], out), dtype=call.out_dtype, device=x.device)
     tokens = x.numel() // k

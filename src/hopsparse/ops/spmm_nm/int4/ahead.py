@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...compiler import KernelCache
-from ...formats.quantized import Quantized
-from ...tune import machine_of
-from .cost import Problem, counted
-from .int4 import check_int4_weight, check_int4_x, why_no_int4_kernel
-from .int4_dispatch import numbers_of
-from .kernel import Config, spec_of_numbers, stores_directly
+from ....compiler import KernelCache
+from ....formats.quantized import Quantized
+from ....tune import machine_of
+from ..cost import Problem, counted
+from ..kernel import Config, spec_of_numbers, stores_directly
+from .dispatch import numbers_of
+from .op import check_int4_weight, check_int4_x, why_no_int4_kernel
 
 
 def prepare_int4(
@@ -42,7 +42,7 @@ def prepare_int4(
     check_int4_x(w, of_x)
     if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
         return ()
-    from .int4_device import choose_int4, load
+    from .device import choose_int4, load
 
     device = w.tensors["values"].get_device()
     numbers, sm_count = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device).sm_count

@@ -7,22 +7,22 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from ...formats.nm import NM
-from ...launch import KnownLaunches, current_stream, device_facts, is_capturing
-from ...tune import machine_of
-from .cost import Problem
-from .device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
-from .kernel import Config, Numbers, fold_of
-from .scaled_dispatch import Call, Pair, groups_of_scale, numbers_of
-from .scaled_plan import choose_scaled, sums_of, tuned_scaled
+from ....errors import UnsupportedError
+from ....formats.nm import NM
+from ....launch import KnownLaunches, current_stream, device_facts, is_capturing
+from ....tune import machine_of
+from ..cost import Problem
+from ..device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
+from ..kernel import Config, Numbers, fold_of
+from .dispatch import Call, Pair, groups_of_scale, numbers_of
+from .plan import choose_scaled, sums_of, tuned_scaled
 
 _BOUND = KnownLaunches()
 _OF_WIDENED = 2.0**9  # what x of 4 bits is multiplied by, that was widened to steps of 2^-9
 
 
 def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
-    """The product of arguments that were checked; as for `scaled_dispatch.scaled`."""
+    """The product of arguments that were checked; as for `dispatch.scaled`."""
     (out, k), (w_scale, x_scale), device = w.shape, scales, x.get_device()
     width = out // fold_of(call.activation)
     y = torch.empty((*x.shape[:-1], width), dtype=call.out_dtype, device=x.device)

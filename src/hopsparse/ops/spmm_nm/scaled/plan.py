@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from ...errors import ArgumentError
-from ...plan import KernelSpec
-from ...tune import Key, Machine, Store, kernel_hash, token_class, version_of
-from .cost import Problem, fastest, predicted_us, suits
-from .kernel import Config, Numbers, fold_of, spec_of_numbers
-from .plan import eight_bit
+from ....errors import ArgumentError
+from ....plan import KernelSpec
+from ....tune import Key, Machine, Store, kernel_hash, token_class, version_of
+from ..cost import Problem, fastest, predicted_us, suits
+from ..kernel import Config, Numbers, fold_of, spec_of_numbers
+from ..plan import eight_bit
 
 #: Codes that can be multiplied, those of x behind a stroke where they are others; and how sums of
 #: 8-bit floats are taken.

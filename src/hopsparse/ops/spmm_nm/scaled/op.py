@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, UnsupportedError
-from ...formats._windows import windows_of
-from ...formats.nm import NM
-from ...formats.quantized import Quantized
-from .._product import Plan, is_dense, told
-from .cost import Problem
-from .kernel import ACTIVATIONS, SWIGLU, Config, check_numbers
-from .op import check_parts, needs_gradient, why_no_launch
-from .scaled_dispatch import (
+from ....errors import ArgumentError, UnsupportedError
+from ....formats._windows import windows_of
+from ....formats.nm import NM
+from ....formats.quantized import Quantized
+from ..._product import Plan, is_dense, told
+from ..cost import Problem
+from ..kernel import ACTIVATIONS, SWIGLU, Config, check_numbers
+from ..op import check_parts, needs_gradient, why_no_launch
+from .dispatch import (
     GROUP,
     Call,
     Pair,
@@ -172,7 +172,7 @@ def plan_scaled(
         return Plan("spmm_nm_scaled", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
-    from .scaled_device import describe
+    from .device import describe
 
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
     numbers = numbers_of(w.dtype, x.dtype, call, groups_of_scale(scaling.w, w.shape[0]))
