@@ -206,3 +206,23 @@ def test_fake_rounding_is_one_graph(kind: str) -> None:
     x, weight = random_inputs(), torch.randn(6, 40, requires_grad=True)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), step(x, weight))
+
+
+# torch writes its own rules of forward mode with torch.jit, which it warns of.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("static", [False, True])
+def test_tangents_and_functional_gradients_pass_as_gradients_do(static: bool) -> None:
+    scheme, scale = scheme_of("int8", static), torch.tensor([0.01]) if static else None
+    x, moved = random_inputs().requires_grad_(), torch.randn(3, 5, 40)
+
+    def rounded(x: Tensor) -> Tensor:
+        return fake_inputs(x, scheme, scale)
+
+    (passed,) = torch.autograd.grad(rounded(x), x, moved)
+    assert static == bool((passed == 0).any())  # where the static scale clips
+    x = x.detach()
+    found, tangent = torch.func.jvp(rounded, (x,), (moved,))
+    assert torch.equal(found, round_inputs(x, scheme, scale))
+    assert torch.equal(tangent, passed)
+    of_sum = torch.func.grad(lambda x: (rounded(x) * moved).sum())(x)
+    assert torch.equal(of_sum, passed)

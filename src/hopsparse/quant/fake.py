@@ -71,13 +71,17 @@ def fake_inputs(x: Tensor, scheme: Scheme, scale: Tensor | None = None) -> Tenso
         return x
     if scale is not None:
         return _clipping(x, scale, scheme.activations)
-    dynamic: Any = _Dynamic.apply if _is_learnt_through(x) else round_inputs
+    dynamic: Any = round_inputs
+    if _is_learnt_through(x):
+        dynamic = (_Dynamic if torch.compiler.is_compiling() else _DynamicTangents).apply
     rounded: Tensor = dynamic(x, scheme)
     return rounded
 
 
 def _clipping(values: Tensor, scales: Tensor, kind: str) -> Tensor:
-    clipping: Any = _Clipping.apply if _is_learnt_through(values) else _clipped
+    clipping: Any = _clipped
+    if _is_learnt_through(values):
+        clipping = (_Clipping if torch.compiler.is_compiling() else _ClippingTangents).apply
     rounded: Tensor = clipping(values, scales, kind)
     return rounded
 
@@ -109,12 +113,16 @@ class _Dynamic(torch.autograd.Function):
         pass
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].clone()
-
-    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+class _DynamicTangents(_Dynamic):
+    """The same with a forward derivative; torch.compile traces no Function that has one."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].clone()
 
 
 class _Clipping(torch.autograd.Function):
@@ -130,17 +138,25 @@ class _Clipping(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         values, scales, ctx.kind = inputs
         ctx.save_for_backward(values, scales)
-        ctx.save_for_forward(values, scales)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        values, scales = ctx.saved_tensors
-        return _passed(tangents[0], values, scales, ctx.kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         values, scales = ctx.saved_tensors
         return _passed(grads[0], values, scales, ctx.kind), None, None
+
+
+class _ClippingTangents(_Clipping):
+    """The same with a forward derivative."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Clipping.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:2])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        values, scales = ctx.saved_tensors
+        return _passed(tangents[0], values, scales, ctx.kind)
 
 
 def _passed(moved: Tensor, values: Tensor, scales: Tensor, kind: str) -> Tensor:
