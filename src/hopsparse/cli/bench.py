@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -95,11 +95,18 @@ def _run_times(options: Bench) -> None:
         if options.out is not None:
             for row in found:
                 append(options.out, row | facts)
+    show_rows(options, rows, facts, started, _print)
+
+
+def show_rows(
+    options: Bench, rows: list[Row], facts: Row, started: float, table: Callable[..., None]
+) -> None:
+    """Print what was measured since `started`; exit 1 if a product of ours was wrong."""
     if options.json:
         seconds = round(time.monotonic() - started, 1)
         print_json({"environment": facts, "rows": rows, "seconds": seconds})
     else:
-        _print(rows, facts)
+        table(rows, facts)
     if any(is_ours(row) and row["error"] for row in rows):
         raise typer.Exit(FAILED_EXIT)
 

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from ..errors import ArgumentError
-from .bench import Bench, is_ours, our_way
-from .console import number_text, print_json, stderr, stdout
-from .options import FAILED_EXIT
+from .bench import Bench, our_way, show_rows
+from .console import number_text, stderr, stdout
 from .problems import shape_of, tokens_of
 
 if TYPE_CHECKING:
@@ -80,13 +77,7 @@ def run_energy(options: Bench) -> None:
     if options.out is not None:
         for row in rows:
             append(options.out, row | facts)
-    if options.json:
-        seconds = round(time.monotonic() - started, 1)
-        print_json({"environment": facts, "rows": rows, "seconds": seconds})
-    else:
-        _print(rows, facts)
-    if any(is_ours(row) and row["error"] for row in rows):
-        raise typer.Exit(FAILED_EXIT)
+    show_rows(options, rows, facts, started, _print)
 
 
 def setting_of(options: Bench) -> Setting:

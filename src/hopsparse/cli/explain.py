@@ -9,7 +9,7 @@ import typer
 
 from .console import bytes_text, print_json, stdout
 from .options import command
-from .problems import check_dtype, check_sums, numbers_of, problem_of, shape_of
+from .problems import Grouped, Sums, check_dtype, check_sums, numbers_of, problem_of, shape_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,16 +34,8 @@ class Explain:
             help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x)."
         ),
     ] = "bfloat16"
-    sums: Annotated[
-        str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted, as in layers, or fast.")
-    ] = "promoted"
-    grouped: Annotated[
-        bool,
-        typer.Option(
-            "--grouped",
-            help="8-bit floats with a scale for each 128 columns of w; layers have one a row.",
-        ),
-    ] = False
+    sums: Sums = "promoted"
+    grouped: Grouped = False
     target: Annotated[
         str | None,
         typer.Option(

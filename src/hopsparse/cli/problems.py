@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ..errors import ArgumentError
 
@@ -18,6 +20,18 @@ _PROMOTED = "promoted"
 _FLOATS = CODES[1:]
 # What users of quantized layers may write.
 _SCHEMES = {"fp8": "float8_e4m3fn", "fp8/int4": "float8_e4m3fn/int4"}
+
+# Options that two commands share.
+Sums = Annotated[
+    str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted, as in layers, or fast.")
+]
+Grouped = Annotated[
+    bool,
+    typer.Option(
+        "--grouped",
+        help="8-bit floats with a scale for each 128 columns of w; layers have one a row.",
+    ),
+]
 
 # More digits than any size has: Python refuses to read thousands of them.
 _NUMBER = "[0-9]{1,18}"

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..units import duration_text
 from .console import print_json, stderr, stdout
 from .options import FAILED_EXIT, command
-from .problems import numbers_of
+from .problems import Grouped, Sums, numbers_of
 from .tune_problems import MOST_TOKENS, distinct, problems_of
 
 if TYPE_CHECKING:
@@ -59,16 +59,8 @@ class Tune:
             "bfloat16, or those of the model or the suite."
         ),
     ] = None
-    sums: Annotated[
-        str, typer.Option(metavar="HOW", help="Of 8-bit floats: promoted, as in layers, or fast.")
-    ] = "promoted"
-    grouped: Annotated[
-        bool,
-        typer.Option(
-            "--grouped",
-            help="8-bit floats with a scale for each 128 columns of w; layers have one a row.",
-        ),
-    ] = False
+    sums: Sums = "promoted"
+    grouped: Grouped = False
     budget_s: Annotated[
         float | None,
         typer.Option(help="Seconds for all of it but compiling; 60 a problem if left out."),
