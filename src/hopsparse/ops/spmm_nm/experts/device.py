@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-import torch
 from torch import Tensor
 
 from ....compiler import KernelCache
@@ -84,4 +83,3 @@ def describe(problem: ExpertsProblem, device: int) -> str:
     """What runs for a problem, as a clause."""
     config = choose_experts(problem, device_facts(device).sm_count)
     return f"wgmma.sp, tile {config.name}, predicted; one launch for {problem.experts} experts"
-
