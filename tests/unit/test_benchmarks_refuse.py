@@ -29,6 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("candidates", ("--fit", "no-such-file.jsonl"), "no such file"),
         ("candidates", ("--out", "rows.jsonl", "--tokens", "0"), "at least 1"),
         ("candidates", ("--out", "rows.jsonl", "--rounds", "0"), "at least 1"),
+        ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
     ],
 )
 def test_words_that_mean_nothing_are_named(
