@@ -11,12 +11,15 @@ from ..cost import Problem, counted
 from ..kernel import Config, spec_of_numbers, stores_directly
 from .dispatch import numbers_of
 from .op import check_int4_weight, check_int4_x, why_no_int4_kernel
+from .plan import INT4, choices_int4
 
 
 def prepare_int4(
     w: Quantized, max_tokens: int, *, x_dtype: torch.dtype | None = None
 ) -> tuple[Config, ...]:
     """Compile and load every kernel that `spmm_nm_int4(w, x, ...)` runs, without what it can add.
+
+    That is one for each tile that some token count up to `max_tokens` chooses, tuned or not.
 
     Args:
         w: The weight, where it will be used. Where no kernel runs it there is nothing to do.
@@ -42,18 +45,17 @@ def prepare_int4(
     check_int4_x(w, of_x)
     if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
         return ()
-    from .device import choose_int4, load
+    from ..chosen import load
 
     device = w.tensors["values"].get_device()
-    numbers, sm_count = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device).sm_count
-    found: dict[Config, int] = {}
-    for first in range(1, max_tokens + 1, 16):  # as many share a choice
-        found.setdefault(choose_int4(Problem(first, out, k), numbers, sm_count), first)
+    numbers, machine = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device)
+    problem = Problem(max_tokens, out, k)
+    found = choices_int4(problem, numbers, machine.sm_count, machine=machine)
     direct = stores_directly(out, numbers.out)
     specs = [spec_of_numbers(each, numbers, "none", False, direct) for each in found]
     for built in KernelCache.default().compile_all(specs):
         if built.error is not None:
             raise built.error
     for tokens in found.values():
-        load(Problem(tokens, out, k), numbers, device)
+        load(INT4, Problem(tokens, out, k), numbers, "none", False, device)
     return tuple(found)

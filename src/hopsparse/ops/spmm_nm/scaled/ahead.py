@@ -12,7 +12,7 @@ from ..cost import Problem, counted
 from ..kernel import Config, fold_of, spec_of_numbers, stores_directly
 from .dispatch import Call, groups_of_scale, numbers_of
 from .op import Scaling, check_codes, check_x_dtype, why_no_kernel
-from .plan import choices_scaled
+from .plan import SCALED, choices_scaled
 
 
 def prepare_scaled(
@@ -59,7 +59,7 @@ def prepare_scaled(
     check_x_dtype(w, of_x)
     if why_no_kernel(w, w.values) is not None:
         return ()
-    from .device import load
+    from ..chosen import load
 
     out, device = w.shape[0], w.values.get_device()
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
@@ -71,7 +71,7 @@ def prepare_scaled(
     direct = stores_directly(out // fold_of(activation), numbers.out)
     _compile([spec_of_numbers(each, numbers, activation, residual, direct) for each in found])
     for tokens in found.values():
-        load(Problem(tokens, *w.shape), numbers, activation, residual, device)
+        load(SCALED, Problem(tokens, *w.shape), numbers, activation, residual, device)
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ from ....measure.product import Product
 from ....measure.roofline import predict
 from ....plan import Target
 from ....tune import Machine, Store
+from ..chooser import coded_us
 from ..cost import Problem
 from ..explain import Explanation, Floors, floors_of, tile_of
 from ..kernel import Numbers, spec_of_numbers, stores_directly
@@ -18,7 +19,6 @@ from .plan import (
     choose_scaled,
     codes_of,
     scaled_key,
-    scaled_us,
     scaled_versions,
     sums_of,
     tuned_scaled,
@@ -76,7 +76,7 @@ def explain_scaled(
             spec_of_numbers(config, numbers, "none", False, direct),
             gpu,
             sm_count,
-            scaled_us(config, problem, numbers, sm_count),
+            coded_us(config, problem, numbers, sm_count),
         )
         for config in (chosen, *ordered[:others])
     )
