@@ -17,7 +17,7 @@ from .plan import INT4, Kind
 INT4_RUNS_DENSE_WHEN = (
     "the pattern is neither 2:4 nor 1:4",
     "the GPU is no H100 or H200",
-    "a scale of w is for other than 32, 64 or 128 columns, or beside codes of x for other than 128",
+    "groups of w are not of 32, 64 or 128 columns (beside codes of x: of 128)",
     "x is float32, or rounded to int4",
     "a gradient is to be kept",
 )
