@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
+from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import device_facts, is_capturing
 from ...tune import machine_of
 from .chooser import Chooser
 from .cost import Problem
 from .device import Launch, check_sides, planned
-from .kernel import Config, Numbers
+from .kernel import Config, Numbers, fold_of, spec_of_numbers, stores_directly
 
 
 @lru_cache(maxsize=8192)
@@ -55,17 +57,46 @@ def coded_launch(
     return planned(problem, numbers, activation, has_residual, device, config)
 
 
-def load(
+def prepare_coded(
     chooser: Chooser,
     problem: Problem,
     numbers: Numbers,
     activation: str,
     has_residual: bool,
     device: int,
-) -> None:
-    """Compile and load what a problem runs, where that was not done before."""
+) -> tuple[Config, ...]:
+    """Compile and load what any count up to `problem.tokens` runs, where it is not there already.
+
+    Args:
+        chooser: Of the operator.
+        problem: Sizes; the most tokens.
+        numbers: Dtypes, and how sums are taken.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+        has_residual: Whether something is added at the end.
+        device: Ordinal of the GPU.
+
+    Returns:
+        The tiles, by the least token count that chooses each.
+
+    Raises:
+        CompileError: A kernel does not compile.
+        UnsupportedError: As for `coded_launch`.
+    """
+    machine = machine_of(device)
+    found = chooser.choices(
+        problem, numbers, machine.sm_count, activation=activation, machine=machine
+    )
+    direct = stores_directly(problem.out // fold_of(activation), numbers.out)
+    specs = [spec_of_numbers(each, numbers, activation, has_residual, direct) for each in found]
+    # Side by side what is then loaded one after the other.
+    for built in KernelCache.default().compile_all(specs):
+        if built.error is not None:
+            raise built.error
     one_of(device)
-    coded_launch(chooser, problem, numbers, activation, has_residual, device, None)
+    for tokens in found.values():
+        each = replace(problem, tokens=tokens)
+        coded_launch(chooser, each, numbers, activation, has_residual, device, None)
+    return tuple(found)
 
 
 def describe(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ....compiler import KernelCache
 from ....formats.quantized import Quantized
-from ....tune import machine_of
 from ..cost import Problem, counted
-from ..kernel import Config, spec_of_numbers, stores_directly
+from ..kernel import Config
 from .dispatch import numbers_of
 from .op import check_int4_weight, check_int4_x, why_no_int4_kernel
-from .plan import INT4, choices_int4
+from .plan import INT4
 
 
 def prepare_int4(
@@ -45,17 +43,8 @@ def prepare_int4(
     check_int4_x(w, of_x)
     if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
         return ()
-    from ..chosen import load
+    from ..chosen import prepare_coded
 
     device = w.tensors["values"].get_device()
-    numbers, machine = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device)
-    problem = Problem(max_tokens, out, k)
-    found = choices_int4(problem, numbers, machine.sm_count, machine=machine)
-    direct = stores_directly(out, numbers.out)
-    specs = [spec_of_numbers(each, numbers, "none", False, direct) for each in found]
-    for built in KernelCache.default().compile_all(specs):
-        if built.error is not None:
-            raise built.error
-    for tokens in found.values():
-        load(INT4, Problem(tokens, out, k), numbers, "none", False, device)
-    return tuple(found)
+    problem, numbers = Problem(max_tokens, out, k), numbers_of(w.scheme.group, of_x, w.dtype)
+    return prepare_coded(INT4, problem, numbers, "none", False, device)

@@ -7,6 +7,7 @@ more; results of every dtype, and groups of 64 and of 128, take it: neither chan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 
@@ -108,7 +109,7 @@ def _standing(numbers: Numbers) -> Numbers:
     return replace(numbers, out=numbers.x if numbers.x in _HALVES else "bfloat16")
 
 
-def _refuse(text: str) -> None:
+def _refuse(text: str) -> NoReturn:
     raise ArgumentError(
         f"a weight and inputs of {text!r}", need="one of " + ", ".join(KINDS), hint=KINDS[0]
     )
