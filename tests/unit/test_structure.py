@@ -13,12 +13,10 @@ from torch.nn import functional as F
 
 from hopsparse.errors import ArgumentError, FormatError, UnsupportedError
 from hopsparse.formats import CSR, FORMATS, NM, convert
+from hopsparse.formats.exchange import MOST_ENTRIES, MOST_SIDE, check_size
 from hopsparse.measure.structure import (
-    MOST_ENTRIES,
-    MOST_SIDE,
     analyse,
     cell_counts,
-    check_size,
     column_order,
     strips,
 )

@@ -3,6 +3,5 @@
 from .analyse import analyse
 from .column_order import column_order
 from .spy import cell_counts
-from .strips import MOST_ENTRIES, MOST_SIDE, check_size
 
-__all__ = ["MOST_ENTRIES", "MOST_SIDE", "analyse", "cell_counts", "check_size", "column_order"]
+__all__ = ["analyse", "cell_counts", "column_order"]

@@ -6,13 +6,14 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ...formats import CSR, SparseMatrix, convert
+from ...formats.exchange import check_size
 from ...formats.quantized import Quantized
 from ...plan import Structure
 from .blocks import BlockCounts
 from .column_order import column_order
 from .diagonals import DiagonalCounts
 from .lines import column_counts, summarise
-from .strips import check_size, strips
+from .strips import strips
 from .two_four import TwoFourCounts
 
 
@@ -29,7 +30,7 @@ def analyse(matrix: SparseMatrix) -> Structure:
         ArgumentError: No stored matrix.
         FormatError: Its parts do not form a valid matrix.
         UnsupportedError: More entries, or longer sides, than are counted (`MOST_ENTRIES`,
-            `MOST_SIDE`).
+            `MOST_SIDE` of `hopsparse.formats.exchange`).
 
     Example:
         >>> import torch

@@ -9,14 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import UnsupportedError
 from ...formats import CSR
 from ...plan import BLOCK_SIDES
 
 Int64s = NDArray[np.int64]
 
-#: What is counted at most: 1.6 GB of values and columns, and some arrays of a strip.
-MOST_ENTRIES, MOST_SIDE = 1 << 27, 1 << 26
 # Strips start at multiples of the largest block, so that a block lies in one of them.
 _TALL = max(BLOCK_SIDES)
 # 32 MB an array of a strip; twice as many or half as many take as long.
@@ -33,20 +30,6 @@ class Strip(NamedTuple):
 
     row: Int64s
     col: Int64s
-
-
-def check_size(shape: tuple[int, int], entries: int, what: str = "a matrix") -> None:
-    """Refuse what would not be counted in the memory of an ordinary machine.
-
-    Raises:
-        UnsupportedError: Longer sides, or more entries, than are counted.
-    """
-    if max(shape) > MOST_SIDE or entries > MOST_ENTRIES:
-        raise UnsupportedError(
-            f"{what} of {shape[0]} x {shape[1]} with {entries} entries",
-            need=f"sides up to {MOST_SIDE} and up to {MOST_ENTRIES} entries",
-            hint="cut it into row ranges",
-        )
 
 
 def strips(matrix: CSR) -> Iterator[Strip]:

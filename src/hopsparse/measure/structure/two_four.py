@@ -44,7 +44,7 @@ class TwoFourCounts:
 
     def fit(self) -> TwoFourFit:
         """What was counted."""
-        share = 1 - self._excess / self._entries if self._entries else 1.0
+        share = (self._entries - self._excess) / self._entries if self._entries else 1.0
         return TwoFourFit(self._excess, share, self._over, self._first)
 
 
