@@ -164,7 +164,12 @@ _WORTH = 4
 
 
 def choose_storage(
-    structure: Structure, dtype: torch.dtype, target: Target, *, kernels: Collection[str] = ()
+    structure: Structure,
+    dtype: torch.dtype,
+    target: Target,
+    *,
+    kernels: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> Storage:
     """Choose how to store a matrix, exactly.
 
@@ -173,6 +178,13 @@ def choose_storage(
     of the smallest format. Else bytes decide: without a kernel all formats run as the dense
     product. Of equal sizes the first of nm, bsr (large blocks first), bitmask, csr, dense is taken.
 
+    Args:
+        structure: What `analyse` counted.
+        dtype: Of the values.
+        target: The GPU that is predicted for.
+        kernels: Operators that have a kernel.
+        without: Formats that are not wanted; not csr.
+
     Example:
         >>> from hopsparse.measure.structure import analyse
         >>> from hopsparse.plan import TARGETS
@@ -180,11 +192,9 @@ def choose_storage(
         >>> choose_storage(analyse(CSR.from_dense(w)), torch.bfloat16, TARGETS["h200"]).block
         (64, 64)
     """
-    ways = [way for way in _WAYS if not _why_not(structure, way[0])]
+    ways = [way for way in _WAYS if way[0] not in without and not _why_not(structure, way[0])]
     sizes = {way: stored_bytes(structure, *way, dtype) for way in ways}
-    order = [*(way for way in ways if way[0] != "dense"), ("dense", 0)]
-    order.sort(key=lambda way: (sizes[way], way[0] == "dense"))
-    best = order[0]
+    fmt, side = best = min(ways, key=lambda way: (sizes[way], way[0] == "dense"))
     word = str(dtype).removeprefix("torch.")
     fast = []
     if FAMILY.get(word) == "half":
@@ -192,7 +202,8 @@ def choose_storage(
         for each in ranking.candidates:
             if each.predicted_us is None or each.format == "dense":
                 break
-            fast.append(each)
+            if each.format not in without:
+                fast.append(each)
     for each in fast:
         if each.bytes <= _WORTH * sizes[best]:
             block = _block(each.options) if each.format == "bsr" else None
@@ -201,9 +212,8 @@ def choose_storage(
                 f"{STORAGE_TOKENS} tokens on {target.name}, faster than dense"
             )
             return Storage(each.format, block, each.bytes, why)
-    fmt, side = best
-    dense = sizes["dense", 0]
-    why = f"the fewest bytes, {sizes[best] / dense:.3g} of dense"
+    dense = stored_bytes(structure, "dense", 0, dtype)
+    why = f"the fewest bytes, {100 * sizes[best] / dense:.3g} % of dense"
     if fmt == "dense":
         why = f"no format takes fewer bytes at density {structure.density:.2g}"
     elif _OPERATOR.get(fmt) not in kernels:

@@ -9,6 +9,9 @@ MOST_ENTRIES = 1 << 27
 #: 67 million rows or columns: what is counted a row and a column takes 1 GB.
 MOST_SIDE = 1 << 26
 
+#: Entries of a dense copy, on the way to nm and bsr: 17 GB of float32.
+MOST_DENSE = 1 << 32
+
 
 def check_size(shape: tuple[int, int], entries: int, what: str = "a matrix") -> None:
     """Refuse what an ordinary machine has no memory for.

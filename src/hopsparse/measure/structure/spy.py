@@ -33,3 +33,27 @@ def cell_counts(matrix: CSR, cells: int = 256) -> tuple[Int64s, NDArray[np.float
     tall = np.diff(-(-np.arange(high + 1) * rows // high))
     broad = np.diff(-(-np.arange(wide + 1) * cols // wide))
     return counts.reshape(high, wide), counts.reshape(high, wide) / np.outer(tall, broad)
+
+
+def window(matrix: CSR, rows: slice, cols: slice) -> NDArray[np.bool_]:
+    """Which entries of a part of the matrix are there.
+
+    Args:
+        matrix: On the CPU.
+        rows: Start and stop, inside the matrix.
+        cols: Start and stop, inside the matrix.
+
+    Returns:
+        bool [rows, cols] of the part.
+
+    Example:
+        >>> import torch
+        >>> window(CSR.from_dense(torch.eye(4)), slice(1, 3), slice(0, 2)).tolist()
+        [[False, True], [False, False]]
+    """
+    indptr, indices = matrix.indptr.numpy(), matrix.indices.numpy()
+    found = np.zeros((rows.stop - rows.start, cols.stop - cols.start), dtype=np.bool_)
+    for line, row in enumerate(range(rows.start, rows.stop)):
+        col = indices[indptr[row] : indptr[row + 1]]
+        found[line, col[(col >= cols.start) & (col < cols.stop)] - cols.start] = True
+    return found
