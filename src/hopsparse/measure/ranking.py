@@ -218,6 +218,8 @@ def choose_storage(
         why = f"no format takes fewer bytes at density {structure.density:.2g}"
     elif _OPERATOR.get(fmt) not in kernels:
         why += f"; {_NO_KERNEL}"
+    elif FAMILY.get(word) != "half":
+        why += f"; {_OPERATOR[fmt]} takes no {word}: runs as the dense product"
     return Storage(fmt, (side, side) if side else None, sizes[best], why)
 
 

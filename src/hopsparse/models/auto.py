@@ -12,7 +12,7 @@ from ..formats.exchange import MOST_DENSE
 from ..measure.ranking import choose_storage
 from ..measure.structure import analyse
 from ..ops.plans import plans
-from ..plan import TARGETS, Target
+from ..plan import TARGETS, Structure, Target
 
 #: The word that asks for it.
 AUTO = "auto"
@@ -46,7 +46,12 @@ def kernels() -> frozenset[str]:
 
 
 def choose(
-    name: str, item: SparseMatrix | Tensor, *, folder: bool, target: Target = TARGETS["h200"]
+    name: str,
+    item: SparseMatrix | Tensor,
+    *,
+    folder: bool,
+    target: Target = TARGETS["h200"],
+    structure: Structure | None = None,
 ) -> Chosen:
     """Choose the format of a matrix.
 
@@ -60,6 +65,7 @@ def choose(
         folder: Whether it goes into a checkpoint, which has no name for a sparse layer that is
             stored dense.
         target: The GPU that is predicted for.
+        structure: What `analyse` counted of it, where that is known already.
 
     Raises:
         FormatError: No matrix that can be stored; the message names it.
@@ -75,7 +81,7 @@ def choose(
         codes = matrix.codes() if isinstance(matrix, Quantized) else matrix
         if isinstance(codes, NM):
             return Chosen("nm", None, f"it is nm {codes.pattern} already, which has a kernel")
-        structure = analyse(codes)
+        structure = structure or analyse(codes)
     except HopsparseError as error:
         raise type(error)(f"{name}: {error.got}", need=error.need, hint=error.hint) from error
     if isinstance(matrix, Quantized) and structure.two_four.fits:

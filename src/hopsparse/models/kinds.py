@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from ..errors import CheckpointError
 from ..files import read_header
 from ..formats import METADATA_KEY
-from ..formats.exchange import FOREIGN
+from ..formats.exchange import FOREIGN as FOREIGN
 from ._entries import QUANT_METHOD, quantization_of
 from ._files import read_json
 
@@ -43,7 +43,7 @@ def kind_of(path: Path) -> Kind:
             need=_NEED,
             hint="check the path; `hopsparse sparsify MODEL -o OUT` makes a checkpoint",
         )
-    if path.suffix.lower() in FOREIGN:
+    if path.suffix.lower() in FOREIGN:  # Its contents say so, or are refused, when it is read.
         return cast(Kind, FOREIGN[path.suffix.lower()])
     if path.suffix != ".safetensors":
         raise CheckpointError(
