@@ -81,8 +81,8 @@ def analysed(name: str, read: Read, question: Question) -> Analysis:
     from ..measure.structure import analyse, compressed
     from ..models.auto import choose, kernels
 
-    matrix, notes = read_named(name, read)
-    structure = analyse(matrix)
+    matrix, notes, made = read_named(name, read)
+    structure = analyse(matrix, validate=not made)
     facts, known = MatrixFacts.of(matrix), kernels()
     auto = choose(name, matrix, folder=False, target=question.target, structure=structure)
     rankings = [

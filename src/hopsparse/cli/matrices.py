@@ -14,8 +14,8 @@ from ..models.kinds import Kind
 if TYPE_CHECKING:
     from ..formats import SparseMatrix
 
-#: A matrix, and what must be said of how it was read.
-Read = Callable[[], "tuple[SparseMatrix, list[str]]"]
+#: A matrix, what must be said of how it was read, and whether it was made here: then it is valid.
+Read = Callable[[], "tuple[SparseMatrix, list[str], bool]"]
 
 # Whose numbers formats store, as safetensors writes them.
 _NUMBERS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8"}
@@ -64,7 +64,7 @@ def chosen(found: Mapping[str, Read], pattern: str | None) -> dict[str, Read]:
     return matched
 
 
-def read_named(name: str, read: Read) -> tuple[SparseMatrix, list[str]]:
+def read_named(name: str, read: Read) -> tuple[SparseMatrix, list[str], bool]:
     """Read one matrix; errors say which.
 
     Raises:
@@ -78,23 +78,23 @@ def read_named(name: str, read: Read) -> tuple[SparseMatrix, list[str]]:
         raise type(error)(f"{name}: {error.got}", need=error.need, hint=error.hint) from error
 
 
-def _foreign(read: Callable[[], object]) -> tuple[SparseMatrix, list[str]]:
+def _foreign(read: Callable[[], object]) -> tuple[SparseMatrix, list[str], bool]:
     from ..formats.exchange import Foreign
 
     found = read()
     assert isinstance(found, Foreign)
-    return found.matrix, found.notes
+    return found.matrix, found.notes, True
 
 
-def _stored(path: Path, name: str) -> tuple[SparseMatrix, list[str]]:
+def _stored(path: Path, name: str) -> tuple[SparseMatrix, list[str], bool]:
     from ..formats import SparseMatrix, read_matrices
 
     matrix = read_matrices(path, [name])[name]
     assert isinstance(matrix, SparseMatrix)
-    return matrix, []
+    return matrix, [], False
 
 
-def _tensor(path: Path, name: str) -> tuple[SparseMatrix, list[str]]:
+def _tensor(path: Path, name: str) -> tuple[SparseMatrix, list[str], bool]:
     from ..files import open_tensors, unbroken
     from ..formats import CSR
     from ..formats.exchange import check_size
@@ -102,7 +102,7 @@ def _tensor(path: Path, name: str) -> tuple[SparseMatrix, list[str]]:
     with open_tensors(path) as file, unbroken():
         tensor = file.get_tensor(name)
     check_size((tensor.shape[0], tensor.shape[1]), tensor.numel(), name)
-    return CSR.from_dense(tensor), []
+    return CSR.from_dense(tensor), [], True
 
 
 def _of_checkpoint(path: Path, kind: Kind) -> dict[str, Read]:
@@ -120,16 +120,16 @@ def _of_checkpoint(path: Path, kind: Kind) -> dict[str, Read]:
         return found
 
 
-def _layer(path: Path, name: str) -> tuple[SparseMatrix, list[str]]:
+def _layer(path: Path, name: str) -> tuple[SparseMatrix, list[str], bool]:
     from ..models.checkpoint import CheckpointReader
 
     with CheckpointReader(path) as reader:
-        return reader.matrix(name), []
+        return reader.matrix(name), [], False
 
 
-def _packed(path: Path, name: str) -> tuple[SparseMatrix, list[str]]:
+def _packed(path: Path, name: str) -> tuple[SparseMatrix, list[str], bool]:
     from ..models.checkpoint import CheckpointReader
     from ..models.sparse24 import read_packed
 
     with CheckpointReader(path) as reader:
-        return read_packed(reader, name), []
+        return read_packed(reader, name), [], False

@@ -25,6 +25,7 @@ _ARRAYS = {
     "dia": ("data", "offsets"),
 }
 _HINT = "scipy.sparse.save_npz(path, matrix)"
+_READ_BYTES = 1 << 24
 # Values of 8 bytes are the widest that are read, and pointers are one more than rows.
 _MOST_BYTES = 8 * max(MOST_ENTRIES, MOST_SIDE + 1)
 
@@ -149,7 +150,8 @@ def _tensor(archive: zipfile.ZipFile, name: str) -> Tensor:
         array = array.astype(np.int64)
     if array.dtype == np.longdouble:
         array = array.astype(np.float64)
-    return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.ascontiguousarray(native))
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray[Any, np.dtype[Any]]:
@@ -173,15 +175,27 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray[Any, np.dtype[Any]
                     need=f"{file.tell() + size} bytes",
                     hint=_HINT,
                 )
-            data = file.read(size)
+            data = np.empty(size, dtype=np.uint8)
+            ends_early = _fill(file, data.data)
     except (KeyError, ValueError) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{name} cannot be read ({error})", need=".npy", hint=_HINT) from error
-    if len(data) != size:
+    if ends_early:
         raise FormatError(f"{name} ends early", need=f"{size} bytes", hint=_HINT)
-    array = np.frombuffer(data, dtype=dtype)
-    return array.reshape(shape, order="F" if fortran else "C").copy()
+    return data.view(dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _fill(file: IO[bytes], memory: memoryview) -> bool:
+    """Read into memory; whether the file ended before it was full."""
+    done = 0
+    while done < len(memory):
+        piece = file.read(min(_READ_BYTES, len(memory) - done))
+        if not piece:
+            return True
+        memory[done : done + len(piece)] = piece
+        done += len(piece)
+    return False
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

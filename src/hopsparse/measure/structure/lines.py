@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ...plan import LineCounts
@@ -34,15 +32,26 @@ def summarise(counts: Int64s) -> LineCounts:
     )
 
 
-def column_counts(pieces: Iterator[Strip], cols: int) -> Int64s:
-    """Non-zeros of each column, int64 [cols]."""
-    counts = np.zeros(cols, dtype=np.int64)
-    waiting: list[Int64s] = []
-    for piece in pieces:
-        waiting.append(piece.col)
-        if sum(map(len, waiting)) >= max(_LEAST_CALL, cols):
-            counts += np.bincount(np.concatenate(waiting), minlength=cols)
-            waiting = []
-    if waiting:
-        counts += np.bincount(np.concatenate(waiting), minlength=cols)
-    return counts
+class ColumnCounts:
+    """Non-zeros of each column, strip by strip: 8 bytes a column, and some for those that wait."""
+
+    def __init__(self, cols: int) -> None:
+        self._counts: Int64s = np.zeros(cols, dtype=np.int64)
+        self._waiting: list[Int64s] = []
+
+    def add(self, piece: Strip) -> None:
+        """Count the columns of a strip."""
+        self._waiting.append(piece.col)
+        if sum(map(len, self._waiting)) >= max(_LEAST_CALL, len(self._counts)):
+            self._flush()
+
+    def counts(self) -> Int64s:
+        """What was counted, int64 [cols]."""
+        self._flush()
+        return self._counts
+
+    def _flush(self) -> None:
+        if self._waiting:
+            columns = np.concatenate(self._waiting)
+            self._counts += np.bincount(columns, minlength=len(self._counts))
+            self._waiting = []
