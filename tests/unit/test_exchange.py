@@ -219,6 +219,19 @@ def test_unsorted_npz_is_sorted_and_told(tmp_path: Path) -> None:
     assert found.notes == ["columns of 1 row were out of order, and are sorted"]
 
 
+def test_zeros_and_repeats_of_npz_are_told(tmp_path: Path) -> None:
+    zeros = CSR_ARRAYS | {"data": np.array([0.0, -0.0]), "indices": np.array([0, 2])}
+    found = only(saved(tmp_path, **zeros))
+    assert (found.matrix.values.numel(), found.matrix.indptr.tolist()) == (0, [0, 0, 0])
+    assert found.notes == ["2 zeros that were stored, left out"]
+    # The last column of a row may be the first of the next.
+    rows = {"indptr": np.array([0, 1, 2]), "indices": np.array([2, 2])}
+    assert only(saved(tmp_path, **CSR_ARRAYS | rows)).notes == []
+    again = only(saved(tmp_path, **CSR_ARRAYS | {"indices": np.array([1, 1])}))
+    assert again.matrix.to_dense().tolist() == [[0, 2, 0], [0, 0, 0]]
+    assert again.notes == ["1 entry at a place that has one already, added to it"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

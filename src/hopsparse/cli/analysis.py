@@ -135,26 +135,23 @@ def _lines(structure: Structure) -> list[str]:
         if many
     ]
     lines.append("rows by non-zeros: " + ", ".join(bins))
+    from ..plan.structure import percent
+
     spread, fit, other = structure.diagonals, structure.two_four, structure.reordered
     lines.append(
         f"diagonals: {spread.occupied} occupied, {spread.below} below and {spread.above} above "
         f"the main one at most, 90 % within {spread.within}"
     )
-    text = f"2:4 holds {_share(fit.share)} of the non-zeros"
+    text = f"2:4 holds {percent(fit.share)} of the non-zeros"
     if not fit.fits:
         text += (
-            f"; {_share(other.fit.share)} with columns {_ORDERS[other.how]}, and in no order more "
-            f"than {_share(other.at_most)}"
+            f"; {percent(other.fit.share)} with columns {_ORDERS[other.how]}, and in no order more "
+            f"than {percent(other.at_most)}"
         )
     return [*lines, text + (f" ({other.note})" if other.note else "")]
 
 
 _ORDERS = {"natural": "as they are", "dealt": "dealt out by count", "matched": "matched"}
-
-
-def _share(part: float) -> str:
-    # Nothing but all of them is 100 %.
-    return "100 %" if part == 1 else f"{min(100 * part, 99.99):.2f} %"
 
 
 def _print_blocks(console: Console, structure: Structure) -> None:

@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from ..formats import CSR, NM, Bitmask, Dense
 from ..formats.bsr import BSR
 from ..plan import Structure, Target
+from ..plan.structure import percent
 from .product import FAMILY, Product, work
 from .roofline import REACHED, floor_us, predict
 
@@ -30,7 +31,6 @@ DENSE_KERNEL = "torch.nn.functional.linear"
 # benchmarks/results/h200/unstructured_anchors.jsonl; docs/inspect.md says how far off it is.
 _CUSPARSE_US, _ENTRY_PS, _ENTRY_TOKEN_PS = 22.0, 57.0, 0.56
 _OPERATOR = {"nm": "spmm_nm", "bsr": "spmm_bsr", "csr": "spmm_csr"}
-_NO_KERNEL = "no kernel yet: runs as the dense product"
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def choose_storage(
     if fmt == "dense":
         why = f"no format takes fewer bytes at density {structure.density:.2g}"
     elif _OPERATOR.get(fmt) not in kernels:
-        why += f"; {_NO_KERNEL}"
+        why += f"; {_no_kernel(dense, target)}"
     elif FAMILY.get(word) != "half":
         why += f"; {_OPERATOR[fmt]} takes no {word}: runs as the dense product"
     return Storage(fmt, (side, side) if side else None, sizes[best], why)
@@ -257,6 +257,13 @@ def cusparse_us(nnz: int, tokens: int) -> float:
     return _CUSPARSE_US + nnz * 1e-6 * max(_ENTRY_PS, _ENTRY_TOKEN_PS * tokens)
 
 
+def _no_kernel(dense_bytes: int, target: Target) -> str:
+    """What becomes of a format without a kernel."""
+    if dense_bytes > target.memory_bytes:
+        return f"no kernel yet, and the dense matrix does not fit into the memory of {target.name}"
+    return "no kernel yet: runs as the dense product"
+
+
 def _why_not(structure: Structure, fmt: str) -> str:
     """Why a format does not hold the matrix exactly, or ""."""
     if fmt != "nm" or structure.two_four.fits:
@@ -265,12 +272,12 @@ def _why_not(structure: Structure, fmt: str) -> str:
     row, group = structure.two_four.first
     share, other = structure.two_four.share, structure.reordered
     reason = (
-        f"2:4 holds {100 * share:.2f} % of the non-zeros; row {row}, group {group} has more than 2"
+        f"2:4 holds {percent(share)} of the non-zeros; row {row}, group {group} has more than 2"
     )
     if other.fit.fits:
         return f"{reason}; all with its columns reordered"
     if other.fit.share > share:
-        return f"{reason}; {100 * other.fit.share:.2f} % with its columns reordered"
+        return f"{reason}; {percent(other.fit.share)} with its columns reordered"
     return reason
 
 
@@ -303,7 +310,9 @@ def _candidate(
         predicted_us=predict(product, tokens, target).time_us if timed and product else None,
         floor_us=least,
         peer_us=cusparse_us(structure.nnz, tokens) if fmt == "csr" else None,
-        note="" if kernel else _NO_KERNEL,
+        note=""
+        if kernel
+        else _no_kernel(stored_bytes(structure, "dense", 0, getattr(torch, dtype)), target),
     )
 
 

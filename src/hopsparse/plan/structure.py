@@ -219,3 +219,13 @@ def bins(counts_by_bin: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple(
         (first, last, lines) for (first, last), lines in zip(edges, counts_by_bin, strict=False)
     )
+
+
+def percent(part: float) -> str:
+    """A part as text; nothing but all of it is 100 %.
+
+    Example:
+        >>> percent(1.0), percent(0.99999), percent(0.5)
+        ('100 %', '99.99 %', '50.00 %')
+    """
+    return "100 %" if part == 1 else f"{min(100 * part, 99.99):.2f} %"

@@ -144,6 +144,7 @@ def _part(axes: Axes, matrix: CSR, counts: Any, side: int) -> None:
     _lattice(axes, rows, cols, side)
     axes.set_xlim(cols.start, cols.stop)
     axes.set_ylim(rows.stop, rows.start)
+    axes.locator_params(nbins=5)
     axes.set_title(f"where it is fullest, kept blocks of {side}", fontsize=9)
     axes.set_xlabel("column")
 
@@ -163,6 +164,9 @@ def _rows(axes: Axes, structure: Structure) -> None:
     axes.barh(range(len(bins)), [lines for *_, lines in bins], color="#3b82c4")
     axes.set_yticks(range(len(bins)), names, fontsize=8)
     axes.invert_yaxis()
+    # Where few rows hold much, they would not be seen beside the many.
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(0, 2 * max(lines for *_, lines in bins))
     axes.set_xlabel("rows")
     axes.set_ylabel("non-zeros")
     variation = structure.rows.variation

@@ -82,8 +82,15 @@ def from_pointers(
     check_size(shape, count)
     _check_pointers(shape[0], indptr, indices, ("rows", "column"))
     check_indptr("csr", indptr, count)
+    _check_places(shape, None, indices)
+    # Where a row begins, its first column may be anything.
+    inside = torch.ones(count, dtype=torch.bool)
+    inside[indptr[:-1][indptr[:-1] < count].long()] = False
+    falls = (indices[1:] < indices[:-1]) & inside[1:]
+    again = (indices[1:] == indices[:-1]) & inside[1:]
+    if not bool(falls.any()) and not bool(again.any()):
+        return _without_zeros(shape, indptr, indices, values, notes)
     row = torch.repeat_interleave(torch.arange(shape[0]), indptr.diff().long())
-    falls = (indices[1:] < indices[:-1]) & (row[1:] == row[:-1])
     if bool(falls.any()):
         rows = int(torch.bincount(row[1:][falls], minlength=1).count_nonzero())
         notes.append(f"columns of {_many(rows, 'row', 'rows')} were out of order, and are sorted")
@@ -134,15 +141,18 @@ def _check_pointers(lines: int, indptr: Tensor, indices: Tensor, words: tuple[st
         )
 
 
-def _check_places(shape: tuple[int, int], row: Tensor, col: Tensor) -> None:
-    if not row.numel():
+def _check_places(shape: tuple[int, int], row: Tensor | None, col: Tensor) -> None:
+    if not col.numel():
         return
     for word, place, side in (("row", row, shape[0]), ("column", col, shape[1])):
+        if place is None:
+            continue
         low, high = (int(bound) for bound in torch.aminmax(place))
         if low < 0 or high >= side:
             at = int(((place < 0) | (place >= side)).nonzero()[0])
+            at_row = "" if row is None else f"row {int(row[at])}, "
             raise FormatError(
-                f"entry {at} (counted from 0) is row {int(row[at])}, column {int(col[at])}",
+                f"entry {at} (counted from 0) is {at_row}column {int(col[at])}",
                 need=f"{word}s from 0 to {side - 1} in a matrix of {list(shape)}",
                 hint="is the shape right, and do places count from where the format says?",
             )
@@ -168,17 +178,25 @@ def _merged(
 def _compressed(
     shape: tuple[int, int], keys: Tensor, values: Tensor | None, notes: list[str]
 ) -> CSR:
+    row = torch.div(keys, shape[1], rounding_mode="floor")
+    indptr = pointers(torch.bincount(row, minlength=shape[0]))
+    return _without_zeros(shape, indptr, keys - row * shape[1], values, notes)
+
+
+def _without_zeros(
+    shape: tuple[int, int], indptr: Tensor, indices: Tensor, values: Tensor | None, notes: list[str]
+) -> CSR:
+    """The matrix of sorted entries, none of them twice, without those that are zero."""
     if values is None:
-        values = torch.ones(keys.numel())
-    elif bool((live := _live(values)).all()) is False:
+        values = torch.ones(indices.numel())
+    elif not bool((live := _live(values)).all()):
         zeros = live.numel() - int(live.sum())
         notes.append(f"{_many(zeros, 'zero that was stored', 'zeros that were stored')}, left out")
-        keys, values = keys[live], _indexed(values, live)
+        before = torch.cat((live.new_zeros(1), live)).cumsum(0)
+        indptr, indices, values = before[indptr.long()], indices[live], _indexed(values, live)
     values = _storable(values, notes)
-    row = torch.div(keys, shape[1], rounding_mode="floor")
-    indices = (keys - row * shape[1]).to(torch.int32)
-    indptr = pointers(torch.bincount(row, minlength=shape[0]))
-    return CSR(shape, values, indices, indptr.to(pointer_dtype(keys.numel())))
+    dtype = pointer_dtype(indices.numel())
+    return CSR(shape, values, indices.to(torch.int32), indptr.to(dtype))
 
 
 def _live(values: Tensor) -> Tensor:
