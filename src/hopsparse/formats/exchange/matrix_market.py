@@ -126,15 +126,20 @@ def _read_head(file: IO[bytes]) -> _Head:
 def _pieces(file: IO[bytes], head: _Head) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Row and column of each entry, from 1, and its value; an empty array is what is not there."""
     line, rest = head.lines + 1, b""
-    none: NDArray[Any] = np.empty(0, dtype=np.int64)
-    yield none, none.astype(np.float64) if head.field != "integer" else none
+    none: NDArray[Any] = np.empty(0, dtype=np.int32)
+    yield none, none.astype(np.float64 if head.field != "integer" else np.int64)
     while block := file.read(_PIECE_BYTES):
         text, newline, rest = (rest + block).rpartition(b"\n")
         if newline:
-            yield _numbers(text + b"\n", head, line)
+            yield _small(*_numbers(text + b"\n", head, line))
             line += text.count(b"\n") + 1
     if rest.strip():
-        yield _numbers(rest + b"\n", head, line)
+        yield _small(*_numbers(rest + b"\n", head, line))
+
+
+def _small(places: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Places in half the memory: all that are inside a matrix fit, and the others stay outside."""
+    return places.clip(-1, np.iinfo(np.int32).max - 1).astype(np.int32), values
 
 
 def _numbers(text: bytes, head: _Head, line: int) -> tuple[NDArray[Any], NDArray[Any]]:
