@@ -82,6 +82,6 @@ def _named(path: Path, do: Callable[[], Result], name: str = "") -> Result:
     except MemoryError as error:
         raise UnsupportedError(
             f"{place}: more than the free memory of this machine",
-            need="some 40 bytes an entry while it is read",
+            need="up to 90 bytes an entry while it is read",
             hint="a machine with more memory, or a part of the rows",
         ) from error
