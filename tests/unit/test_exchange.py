@@ -318,6 +318,23 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_torch_tensors_that_no_format_holds_are_refused(tmp_path: Path) -> None:
+    no_columns = torch.sparse_csr_tensor(
+        torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.ones(0), (3, 0)
+    )
+    blocked = torch.eye(4).to_sparse_bsr((2, 2))
+    for tensor, words in ((no_columns, r"shape \[3, 0\]"), (blocked, "sparse_bsr")):
+        torch.save(tensor, tmp_path / "m.pt")
+        with pytest.raises(CheckpointError, match=words):
+            only(tmp_path / "m.pt")
+    torch.save(torch.eye(2, dtype=torch.complex64), tmp_path / "m.pt")
+    with pytest.raises(UnsupportedError, match="complex"):
+        only(tmp_path / "m.pt")
+    torch.save(torch.ones(1, 3).expand(2, 3), tmp_path / "m.pt")
+    assert only(tmp_path / "m.pt").matrix.to_dense().tolist() == [[1, 1, 1]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_damaged_torch_tensors_are_refused(tmp_path: Path) -> None:
     for crow, col in (([0, 2, 1], [0]), ([0, 1, 1], [9])):
         tensor = torch.sparse_csr_tensor(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...errors import UnsupportedError
 
-#: 134 million entries: 1.1 GB as CSR of float32. Reading them takes 30 bytes an entry of .npz, and 90
-#: of .mtx with values (docs/inspect.md).
+#: 134 million entries: 1.1 GB as CSR of float32. Reading takes 30 bytes an entry of .npz, and 90 of
+#: .mtx with values (docs/inspect.md).
 MOST_ENTRIES = 1 << 27
 #: 67 million rows or columns: what is counted a row and a column takes 1 GB.
 MOST_SIDE = 1 << 26
