@@ -6,7 +6,6 @@ which numpy does seven times faster than floating-point numbers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from .._base import check_shape
 from ..csr import CSR
 from .entries import canonical, refuse_complex
 from .limits import check_size
-from .smtx import integers
+from .numbers import integers, reals
 
 _PIECE_BYTES = 1 << 24
 _BANNER = "%%MatrixMarket matrix coordinate|array real|integer|pattern general|symmetric"
@@ -171,7 +170,7 @@ def _split(text: bytes, head: _Head) -> tuple[NDArray[Any], NDArray[Any]] | None
         return None
     none: NDArray[Any] = np.empty(0, dtype=np.int64)
     if head.columns != 3:
-        values = integers(text) if head.columns == 2 else _reals(text)
+        values = integers(text) if head.columns == 2 else reals(text)
         if values is None or len(values) != len(starts):
             return None
         return (values, np.empty(0)) if head.columns == 2 else (none, values)
@@ -188,19 +187,10 @@ def _split(text: bytes, head: _Head) -> tuple[NDArray[Any], NDArray[Any]] | None
     inside = np.cumsum(edges, dtype=np.int8).astype(bool)
     places = integers(buffer[~inside].tobytes())
     inside[ends] = True
-    reals = _reals(buffer[inside].tobytes())
-    if places is None or reals is None or 2 * len(reals) != len(places) or len(reals) != len(ends):
+    found = reals(buffer[inside].tobytes())
+    if places is None or found is None or not 2 * len(found) == len(places) == 2 * len(ends):
         return None
-    return places, reals
-
-
-def _reals(text: bytes) -> NDArray[np.float64] | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        try:
-            return np.fromstring(text, dtype=np.float64, sep=" ")
-        except (DeprecationWarning, ValueError):
-            return None
+    return places, found
 
 
 def _blame(text: bytes, head: _Head, line: int) -> NoReturn:

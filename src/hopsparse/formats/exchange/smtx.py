@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from ...errors import FormatError
 from ..csr import CSR
 from .entries import from_pointers
 from .limits import MOST_ENTRIES, check_size
+from .numbers import integers
 
 _NEED = "three lines: `rows, cols, entries`, then row pointers, then columns"
 _HINT = "download it again, or write the matrix as .mtx"
@@ -55,21 +54,3 @@ def _integers(line: bytes, number: int) -> Tensor:
     if numbers is None:
         raise FormatError(f"line {number} is not all integers", need=_NEED, hint=_HINT)
     return torch.from_numpy(numbers)
-
-
-def integers(text: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
-    """Integers between white space, or None where something else is among them.
-
-    Example:
-        >>> integers(b"1 22 3").tolist(), integers(b"1 x") is None
-        ([1, 22, 3], True)
-    """
-    if not text.strip():
-        return np.empty(0, dtype=np.int64)
-    with warnings.catch_warnings():
-        # numpy warns where text ends early; later versions raise.
-        warnings.simplefilter("error", DeprecationWarning)
-        try:
-            return np.fromstring(text, dtype=np.int64, sep=" ")
-        except (DeprecationWarning, ValueError):
-            return None
