@@ -13,6 +13,7 @@ from hopsparse.formats import FORMATS, NM, NMPattern, SparseMatrix, read_matrice
 from hopsparse.models.checkpoint import CheckpointReader
 from hopsparse.prune import magnitude
 from tests.cli.conftest import Run
+from tests.helpers.patterns import blocks, two_four
 
 RunJson = Callable[..., Any]
 
@@ -173,3 +174,80 @@ def test_existing_result_is_kept_unless_told(run: Run, matrix_file: Path, tmp_pa
     assert run(*command, "--overwrite").exit_code == 0
     assert run("convert", matrix_file, "-o", matrix_file, "--to", "csr").exit_code == 2
     assert run("convert", matrix_file, "-o", tmp_path / "out.bin", "--to", "csr").exit_code == 2
+
+
+def test_auto_chooses_for_each_matrix_and_says_why(
+    run: Run, run_json: RunJson, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    weights = {
+        "blocks": blocks((4, 8), 64, 0.25).bfloat16(),
+        "half": two_four(64, 64).bfloat16(),
+        "few": torch.eye(128),
+        "full": torch.ones(32, 32),
+    }
+    save_file(weights, source)
+    found = run_json("convert", source, "-o", out, "--to", "auto")
+    formats = {name: each["format"] for name, each in found["chosen"].items()}
+    assert formats == {"blocks": "bsr", "half": "nm", "few": "csr", "full": "dense"}
+    assert found["chosen"]["blocks"]["block"] == [64, 64]
+    items = read_matrices(out, validate=True)
+    for name, weight in weights.items():
+        item = items[name]
+        stored = item.to_dense() if isinstance(item, SparseMatrix) else item
+        assert torch.equal(stored, weight)
+        assert (item.name if isinstance(item, SparseMatrix) else "dense") == formats[name]
+    told = run("convert", source, "-o", out, "--to", "auto", "--overwrite").stdout
+    assert "bsr 64x64: blocks: the fewest bytes, 25 % of dense" in told
+    assert "no kernel yet" in told
+    assert "nm: half: the fewest bytes, 56.2 % of dense" in told
+    assert out.stat().st_size < source.stat().st_size
+
+
+def test_auto_keeps_what_a_kernel_runs(
+    run_json: RunJson, sparse_model: Path, matrix_file: Path, tmp_path: Path
+) -> None:
+    found = run_json("convert", sparse_model, "-o", tmp_path / "auto", "--to", "auto")
+    assert {each["format"] for each in found["chosen"].values()} == {"nm"}
+    assert len(found["chosen"]) == found["layers"] == 14
+    before, after = dense_weights(sparse_model), dense_weights(tmp_path / "auto")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run_json("verify", tmp_path / "auto")["ok"]
+    bits, back = tmp_path / "bits", tmp_path / "back"
+    run_json("convert", sparse_model, "-o", bits, "--to", "csr")
+    again = run_json("convert", bits, "-o", back, "--to", "auto")
+    # Layers so small run faster dense, and a bitmask has no padding.
+    assert {each["format"] for each in again["chosen"].values()} == {"bitmask"}
+    assert again["bytes_after"] < found["bytes_after"]
+    file = run_json("convert", matrix_file, "-o", tmp_path / "f.safetensors", "--to", "auto")
+    assert file["chosen"]["w"]["why"] == "it is nm 2:4 already, which has a kernel"
+
+
+def test_foreign_files_become_matrices(run_json: RunJson, run: Run, tmp_path: Path) -> None:
+    source, out = tmp_path / "m.mtx", tmp_path / "m.safetensors"
+    source.write_text("%%MatrixMarket matrix coordinate pattern general\n2 3 2\n1 1\n2 3\n")
+    found = run_json("convert", source, "-o", out, "--to", "csr")
+    assert (found["kind"], found["layers"]) == ("mtx", 1)
+    assert found["notes"] == ["m: the file has no values: all are one"]
+    matrix = read_matrices(out, validate=True)["m"]
+    assert isinstance(matrix, SparseMatrix)
+    assert matrix.to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert (
+        "note: m: the file has no values"
+        in run("convert", source, "-o", out, "--to", "auto", "--overwrite").stdout
+    )
+    assert run("verify", source).exit_code == 2
+
+
+def test_a_graph_is_never_made_dense(run: Run, tmp_path: Path) -> None:
+    source, out = tmp_path / "graph.mtx", tmp_path / "graph.safetensors"
+    head = "%%MatrixMarket matrix coordinate real general\n1000000 1000000 1\n"
+    source.write_text(head + "1000000 5 2.5\n")
+    result = run("convert", source, "-o", out, "--to", "nm")
+    assert result.exit_code == 2
+    assert "by a dense copy" in result.stderr
+    assert not out.exists()
+    assert run("convert", source, "-o", out, "--to", "auto").exit_code == 0
+    matrix = read_matrices(out, validate=True)["graph"]
+    assert isinstance(matrix, SparseMatrix)
+    assert (matrix.name, matrix.nnz, matrix.shape) == ("csr", 1, (1_000_000, 1_000_000))

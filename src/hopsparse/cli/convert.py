@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,10 @@ class Convert:
     """Options of `hopsparse convert`."""
 
     src: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Checkpoint folder or .safetensors file.")
+        Path,
+        typer.Argument(
+            metavar="SRC", help="Checkpoint folder, or .safetensors, .mtx, .smtx, .npz or .pt file."
+        ),
     ]
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DST", help="Folder or file to make.")]
     to: Annotated[str, typer.Option(help=", ".join(TARGETS) + ".")]
@@ -51,7 +54,8 @@ def run(options: Convert) -> None:
 
     Reads hopsparse checkpoints, the checkpoints of llm-compressor and compressed-tensors whose
     config.json has a sparsity_config (dense ones with zeros, or sparse-24-bitmask), and
-    .safetensors files. `hopsparse sparsify` takes any other dense checkpoint.
+    .safetensors, .mtx, .smtx, .npz (scipy's) and .pt files. `hopsparse sparsify` takes any other
+    dense checkpoint. `--to auto` looks at each matrix, and says what it chose and why.
     """
     done = convert_checkpoint(
         options.src,
@@ -71,6 +75,8 @@ def run(options: Convert) -> None:
                 "to": options.to,
                 "layers": done.layers,
                 "kept_dense": done.kept_dense,
+                "chosen": {name: asdict(each) for name, each in done.chosen.items()},
+                "notes": done.notes,
                 "bytes_before": before,
                 "bytes_after": after,
             }
@@ -84,8 +90,22 @@ def _print(options: Convert, done: Converted, size: tuple[int, int]) -> None:
     sizes = " -> ".join(bytes_text(count) for count in size)
     told = f"{options.out}: {done.layers} matrices as {options.to}, {sizes}"
     console.print(told, markup=False, soft_wrap=True)
+    for (fmt, why), names in _by_choice(done).items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        console.print(f"{fmt}: {shown}: {why}", markup=False, soft_wrap=True)
+    for note in done.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     for name, reason in done.kept_dense.items():
         console.print(f"dense: {name}: {reason}", markup=False, soft_wrap=True)
+
+
+def _by_choice(done: Converted) -> dict[tuple[str, str], list[str]]:
+    """Names of the matrices that got one format for one reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, each in done.chosen.items():
+        sides = f" {each.block[0]}x{each.block[1]}" if each.block else ""
+        found.setdefault((each.format + sides, each.why), []).append(name)
+    return found
 
 
 def _weight_bytes(path: Path) -> int:

@@ -1,17 +1,22 @@
-"""`hopsparse inspect`: what a checkpoint or a file of matrices holds, layer by layer."""
+"""`hopsparse inspect`: what a checkpoint or a file holds, and what one matrix looks like."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..errors import ArgumentError, CheckpointError
+from .analysis import Question, analysed, print_analysis
 from .console import bytes_text, print_json, stdout
+from .matrices import chosen, matrices_of
 from .options import command
+from .problems import tokens_of
 from .stored import (
+    FOREIGN,
     SPARSE24,
     Kind,
     LayerRow,
@@ -28,8 +33,30 @@ class Inspect:
     """Options of `hopsparse inspect`."""
 
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Checkpoint folder or .safetensors file.")
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="Checkpoint folder, or .safetensors, .mtx, .smtx, .npz or .pt file.",
+        ),
     ]
+    matrix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Matrices to look into, by name; the only one of a file if left out.",
+        ),
+    ] = None
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="Token counts to predict for.")] = (
+        "16,256,2048"
+    )
+    dtype: Annotated[str, typer.Option(help="To predict in: bfloat16 or float16.")] = "bfloat16"
+    target: Annotated[
+        str, typer.Option(metavar="GPU", help="GPU to predict for: h200, h100, or a slice.")
+    ] = "h200"
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the one matrix: .svg, .png or .pdf."),
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
 
 
@@ -45,6 +72,7 @@ class Contents:
         pattern: Asked for, in a hopsparse checkpoint.
         method: How it was pruned.
         kept_dense: Why each other projection is dense.
+        matrices: Names of all that can be looked into.
     """
 
     path: str
@@ -54,6 +82,7 @@ class Contents:
     pattern: str = ""
     method: str = ""
     kept_dense: dict[str, str] = field(default_factory=dict)
+    matrices: list[str] = field(default_factory=list)
 
     def totals(self) -> dict[str, Any]:
         """Sums over all layers."""
@@ -72,12 +101,52 @@ class Contents:
 
 
 def run(options: Inspect) -> None:
-    """Show format, pattern, density, dtype and bytes of every layer, and what is dense and why."""
+    """Show format, pattern, density, dtype and bytes of every layer, and what is dense and why.
+
+    A file of one matrix, or the matrices that --matrix names, are looked into: rows, blocks,
+    diagonals, how far it is from 2:4, and formats and kernels with predicted times.
+    """
+    question = _question(options)
     contents = read_contents(options.path)
-    if options.json:
-        print_json({**asdict(contents), "totals": contents.totals()})
-    else:
+    found = matrices_of(options.path, contents.kind)
+    contents = replace(contents, matrices=list(found))
+    wanted = chosen(found, options.matrix)
+    if options.plot is not None and len(wanted) != 1:
+        raise ArgumentError(
+            f"--plot of {len(wanted)} matrices", need="one", hint="--matrix NAME chooses one"
+        )
+    if not options.json:
         _print(contents)
+    analyses = []
+    for name, read in wanted.items():
+        each = analysed(name, read, question)
+        analyses.append(each.to_json())
+        if not options.json:
+            stdout().print()
+            print_analysis(each)
+    if options.json:
+        facts = {**asdict(contents), "totals": contents.totals(), "analyses": analyses}
+        print_json(facts)
+    elif options.plot is not None:
+        stdout().print(f"{options.plot}: the picture of it", markup=False, soft_wrap=True)
+
+
+def _question(options: Inspect) -> Question:
+    """What is asked, after refusing what cannot be answered; before a file is read."""
+    from ..plan import parse_target
+
+    if options.dtype not in ("bfloat16", "float16"):
+        raise ArgumentError(
+            f"--dtype {options.dtype!r}", need="bfloat16 or float16", hint="--dtype bfloat16"
+        )
+    if options.plot is not None:
+        from ..report.spy import check_plot
+
+        check_plot(options.plot)
+    tokens = tokens_of(options.tokens)
+    if min(tokens) < 1:
+        raise ArgumentError(f"--tokens {options.tokens}", need="at least one", hint="--tokens 16")
+    return Question(tokens, options.dtype, parse_target(options.target), options.plot)
 
 
 def read_contents(path: Path) -> Contents:
@@ -92,6 +161,10 @@ def read_contents(path: Path) -> Contents:
         return Contents(str(path), kind, rows, other)
     if kind == "tensors":
         return Contents(str(path), kind, [], payload_bytes(path))
+    if not path.is_dir():
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist", need="a file", hint="check the path")
+        return Contents(str(path), kind, [], path.stat().st_size)
     from ..models.checkpoint import CheckpointReader
 
     with CheckpointReader(path) as reader:
@@ -133,8 +206,15 @@ def _print(contents: Contents) -> None:
             f"\n{totals['layers']} sparse layers, density {totals['density']:.3f}: "
             f"{bytes_text(totals['bytes_dense'])} dense, {bytes_text(totals['bytes'])} stored"
         )
-    other, total = bytes_text(totals["other_bytes"]), bytes_text(totals["total_bytes"])
-    console.print(f"other tensors {other}, all together {total}")
+    if contents.kind in FOREIGN.values():
+        console.print(f"file {bytes_text(contents.other_bytes)}")
+    else:
+        other, total = bytes_text(totals["other_bytes"]), bytes_text(totals["total_bytes"])
+        console.print(f"other tensors {other}, all together {total}")
+    if len(contents.matrices) > 1 and not contents.layers:
+        shown = ", ".join(contents.matrices[:6]) + (", ..." if len(contents.matrices) > 6 else "")
+        text = f"{len(contents.matrices)} matrices (--matrix NAME looks into one): {shown}"
+        console.print(text, markup=False, soft_wrap=True)
     if contents.kind == SPARSE24:
         console.print(
             f"to read it here: hopsparse convert {contents.path} -o DST --to nm",

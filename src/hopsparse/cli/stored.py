@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..models.kinds import FOREIGN as FOREIGN
 from ..models.kinds import SPARSE24 as SPARSE24
 from ..models.kinds import Kind as Kind
 from ..models.kinds import kind_of as kind_of

@@ -19,6 +19,7 @@ from ._base import (
     check_dense,
     check_indptr,
     count_attribute,
+    nonzero_mask,
     pointer_dtype,
     pointers,
 )
@@ -164,6 +165,24 @@ class CSR(_Compressed):
     def row_counts(self) -> Tensor:
         """Stored entries of each row, int64 [rows]."""
         return self.indptr.diff().long()
+
+    def without_zeros(self) -> CSR:
+        """The same matrix without entries that are stored and zero; itself if there are none.
+
+        Example:
+            >>> stored = CSR((1, 2), torch.tensor([0.0, 5.0]), torch.tensor([0, 1]).int(),
+            ...              torch.tensor([0, 2]).int())
+            >>> stored.without_zeros().indices.tolist()
+            [1]
+        """
+        live = nonzero_mask(self.values)
+        if bool(live.all()):
+            return self
+        before = torch.zeros(live.numel() + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(live, 0, out=before[1:])
+        indptr = before[self.indptr.long()].to(pointer_dtype(int(before[-1])))
+        values = bit_view(self.values)[live].view(self.dtype)
+        return CSR(self.shape, values, self.indices[live], indptr)
 
     @classmethod
     def from_torch(cls, tensor: Tensor) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -23,15 +23,17 @@ from ..formats import (
     read_matrices,
     write_matrices,
 )
+from ..formats.exchange import MOST_DENSE, foreign_matrices
 from ._files import check_result
 from ._layers import check_stored, require_sparse, stored_specs
+from .auto import AUTO, BY_DENSE, Chosen, choose
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry
 from .kinds import SPARSE24, Kind, kind_of
 from .low_rank import refuse_low_rank
 from .sparse24 import export_sparse24, import_sparse24
 
-#: What weights can be converted to.
-TARGETS = (*FORMATS, SPARSE24)
+#: What weights can be converted to; "auto" is the format that fits each of them.
+TARGETS = (AUTO, *FORMATS, SPARSE24)
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,15 @@ class Converted:
         kind: What the source was.
         layers: Matrices converted.
         kept_dense: Why each other weight stayed or became dense, by name.
+        chosen: What each matrix was stored as and why, by name, where `to` was "auto".
+        notes: What was changed or left out when a foreign file was read.
     """
 
     kind: Kind
     layers: int
     kept_dense: dict[str, str]
+    chosen: dict[str, Chosen] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class _Target:
     pattern: NMPattern | None
     block: tuple[int, int] | None
     overwrite: bool
+    folder: bool
+    chosen: dict[str, Chosen] = field(default_factory=dict)
 
 
 def convert_checkpoint(
@@ -73,10 +81,11 @@ def convert_checkpoint(
 
     Args:
         src: A hopsparse checkpoint, a checkpoint of compressed-tensors with a `sparsity_config`,
-            or a .safetensors file, in which without hopsparse metadata every 2-D floating-point
-            tensor is a matrix.
+            a .safetensors file, in which without hopsparse metadata every 2-D floating-point
+            tensor is a matrix, or a foreign file: .mtx, .smtx, .npz, .pt (docs/inspect.md).
         dst: The folder or file to make; it appears when it is complete.
-        to: One of `TARGETS`: a format, "dense", or "sparse-24-bitmask" (folders only).
+        to: One of `TARGETS`: a format, "dense", "sparse-24-bitmask" (folders only), or "auto": for
+            each matrix the format that its pattern asks for (`measure.ranking.choose_storage`).
         pattern: For "nm", the N:M to pack (default: that of the source, else 2:4).
         block: For "bsr", the sides of a block (default: those of the source, else 32 x 32).
         overwrite: Replace a file, or a checkpoint that hopsparse wrote.
@@ -95,13 +104,13 @@ def convert_checkpoint(
     """
     src, dst = Path(src), Path(dst)
     check_result(dst)
-    target = _Target(dst, to, _parsed(to, pattern, block), block, overwrite)
+    target = _Target(dst, to, _parsed(to, pattern, block), block, overwrite, src.is_dir())
     kind = kind_of(src)
     if src.resolve() == dst.resolve():
         raise ArgumentError(
             f"{dst} as both source and result", need="another path", hint="another -o"
         )
-    if kind in ("matrices", "tensors"):
+    if not src.is_dir():
         return _convert_file(src, kind, target)
     if kind == "hopsparse":
         return _convert_own(src, kind, target)
@@ -143,7 +152,7 @@ def _convert_file(src: Path, kind: Kind, target: _Target) -> Converted:
             f"--to {SPARSE24} for a file", need="a checkpoint folder", hint="--to bitmask"
         )
     _refuse_existing(target)
-    items = read_matrices(src, validate=True) if kind == "matrices" else dict(load_file(src))
+    items, notes = _items(src, kind)
     done: dict[str, SparseMatrix | Tensor] = {}
     count = 0
     for name, item in items.items():
@@ -155,7 +164,18 @@ def _convert_file(src: Path, kind: Kind, target: _Target) -> Converted:
             f"{src} holds no matrix", need="a 2-D tensor", hint="`hopsparse inspect` it"
         )
     write_matrices(target.out, done)
-    return Converted(kind, count, {})
+    return Converted(kind, count, {}, target.chosen, notes)
+
+
+def _items(src: Path, kind: Kind) -> tuple[dict[str, SparseMatrix | Tensor], list[str]]:
+    """All that a file holds, and what must be said of it."""
+    if kind == "matrices":
+        return read_matrices(src, validate=True), []
+    if kind == "tensors":
+        return dict(load_file(src)), []
+    read = {name: each() for name, each in foreign_matrices(src).items()}
+    notes = [f"{name}: {note}" for name, each in read.items() for note in each.notes]
+    return {name: each.matrix for name, each in read.items()}, notes
 
 
 def _refuse_existing(target: _Target) -> None:
@@ -176,8 +196,13 @@ def _converted(name: str, item: SparseMatrix | Tensor, target: _Target) -> Spars
 
     Raises:
         FormatError: It does not obey the pattern; the message names the matrix.
-        UnsupportedError: It is quantized, and would become plainly dense.
+        UnsupportedError: It is quantized, and would become plainly dense; or it would become dense
+            on the way, and is too large for that.
     """
+    if target.to == AUTO:
+        chosen = target.chosen[name] = choose(name, item, folder=target.folder)
+        target = replace(target, to=chosen.format, block=chosen.block)
+    _check_dense_copy(name, item, target.to)
     if target.to == "dense" and isinstance(item, Quantized):
         raise UnsupportedError(
             f"{name} under {item.scheme} as a plain dense weight",
@@ -196,6 +221,16 @@ def _converted(name: str, item: SparseMatrix | Tensor, target: _Target) -> Spars
         return format_named(target.to).from_dense(item)
     except HopsparseError as error:
         raise FormatError(f"{name}: {error.got}", need=error.need, hint=error.hint) from error
+
+
+def _check_dense_copy(name: str, item: SparseMatrix | Tensor, to: str) -> None:
+    entries = item.shape[0] * item.shape[1]
+    if isinstance(item, SparseMatrix) and to in BY_DENSE and entries > MOST_DENSE:
+        raise UnsupportedError(
+            f"{name} of {item.shape[0]} x {item.shape[1]} to {to}, by a dense copy",
+            need=f"at most {MOST_DENSE} entries",
+            hint="--to csr, csc, hyb or bitmask, which need none",
+        )
 
 
 def _is_weight(item: SparseMatrix | Tensor) -> bool:
@@ -222,7 +257,7 @@ def _convert_own(folder: Path, kind: Kind, target: _Target) -> Converted:
                 ordered = {name: entries[name] for name in sparse.modules}
                 config["quantization_config"] = replace(sparse, modules=ordered).to_json()
             writer.commit(config)
-        return Converted(kind, len(sparse.modules), sparse.kept_dense)
+        return Converted(kind, len(sparse.modules), sparse.kept_dense, target.chosen)
 
 
 def _export(folder: Path, kind: Kind, target: _Target) -> Converted:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ..errors import CheckpointError
 from ..files import read_header
 from ..formats import METADATA_KEY
+from ..formats.exchange import FOREIGN as FOREIGN
 from ._entries import QUANT_METHOD, quantization_of
 from ._files import read_json
 
-Kind = Literal["hopsparse", "dense", "sparse-24-bitmask", "matrices", "tensors"]
+Kind = Literal[
+    "hopsparse",
+    "dense",
+    "sparse-24-bitmask",
+    "matrices",
+    "tensors",
+    "mtx",
+    "smtx",
+    "npz",
+    "torch",
+]
+_NEED = "a checkpoint folder, or a file: .safetensors, " + ", ".join(FOREIGN)
 
 SPARSE24: Literal["sparse-24-bitmask"] = "sparse-24-bitmask"
 
@@ -28,13 +40,15 @@ def kind_of(path: Path) -> Kind:
     if not path.is_file():
         raise CheckpointError(
             f"{path} does not exist",
-            need="a checkpoint folder or a .safetensors file",
+            need=_NEED,
             hint="check the path; `hopsparse sparsify MODEL -o OUT` makes a checkpoint",
         )
+    if path.suffix.lower() in FOREIGN:  # Its contents say so, or are refused, when it is read.
+        return cast(Kind, FOREIGN[path.suffix.lower()])
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{path} is no safetensors file",
-            need="a checkpoint folder or a .safetensors file; pickled files are never loaded",
+            f"{path} has no suffix of a file that is read",
+            need=_NEED + "; pickled objects are never loaded",
             hint="safetensors.torch.save_file(tensors, path)",
         )
     return "matrices" if METADATA_KEY in read_header(path).metadata else "tensors"

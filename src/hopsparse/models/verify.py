@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError, HopsparseError, VerificationError
 from ..files import open_tensors, unbroken
 from ..formats import Quantized, SparseMatrix, read_facts, read_matrices
+from ..formats.exchange import FOREIGN
 from ._files import sha256
 from .checkpoint import CheckpointReader
 from .kinds import kind_of
@@ -83,6 +84,12 @@ def checks_of(path: Path) -> Iterator[Check]:
             raise
         yield Check(path.name, False, str(error))
         return
+    if kind in FOREIGN.values():
+        raise CheckpointError(
+            f"{path} is a file of another program ({kind})",
+            need="a checkpoint folder or a .safetensors file",
+            hint=f"`hopsparse inspect {path}` reads and checks it whole",
+        )
     if kind == "matrices":
         yield from _file_checks(path)
     elif kind == "tensors":

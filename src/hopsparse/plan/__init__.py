@@ -7,19 +7,35 @@ torch is loaded all the same: `import hopsparse` registers the operators of expo
 from .model_plan import OBJECTIVES, ModelPlan
 from .solve import Front, Option, Point, Solution, solve
 from .spec import KernelSpec
+from .structure import (
+    BLOCK_SIDES,
+    BlockFill,
+    Diagonals,
+    LineCounts,
+    Reordered,
+    Structure,
+    TwoFourFit,
+)
 from .target import TARGETS, Peak, Target, mig_slice, parse_target, target
 
 __all__ = [
+    "BLOCK_SIDES",
     "OBJECTIVES",
     "TARGETS",
+    "BlockFill",
+    "Diagonals",
     "Front",
     "KernelSpec",
+    "LineCounts",
     "ModelPlan",
     "Option",
     "Peak",
     "Point",
+    "Reordered",
     "Solution",
+    "Structure",
     "Target",
+    "TwoFourFit",
     "mig_slice",
     "parse_target",
     "solve",
