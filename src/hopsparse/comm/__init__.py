@@ -1,0 +1,8 @@
+"""Gradients over slow links: the largest values exactly, the rest rounded, nothing lost."""
+
+from .counters import Counters as Counters
+from .hook import aggregate as aggregate
+from .hook import hybrid_hook as hybrid_hook
+from .hook import register as register
+from .options import HybridOptions as HybridOptions
+from .state import HybridState as HybridState
