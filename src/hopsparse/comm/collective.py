@@ -10,6 +10,9 @@ from ..errors import UnsupportedError
 
 Group = dist.ProcessGroup
 
+# torch 2.13 warns of the older name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def group_or_world(group: Group | None) -> Group:
     """The group, or that of all ranks.
@@ -40,10 +43,8 @@ def gather(message: Tensor, group: Group) -> Tensor:
     """
     if group.size() == 1:
         return message[None]
-    gathered = torch.empty(
-        group.size(), message.numel(), dtype=message.dtype, device=message.device
-    )
-    dist.all_gather_into_tensor(gathered.view(-1), message, group=group)
+    gathered = message.new_empty(group.size(), message.numel())
+    _all_gather(gathered.view(-1), message, group=group)
     return gathered
 
 

@@ -1,0 +1,223 @@
+"""What ranks do in the tests of gradients: functions that a process can be started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hopsparse.comm import HybridState, aggregate, register
+from tests.helpers.ranks import die
+
+#: Odd, empty, without dimension, and with more values than 15 and 16 bits count.
+SHAPES = ((), (0,), (1,), (7,), (129,), (3, 5, 7), (33_000,), (300, 301))
+
+
+def gradient(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
+    """What a rank has in a step: the same wherever it is computed."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    values = torch.randn(shape, generator=generator)
+    return values * torch.rand(shape, generator=generator).square()
+
+
+def means(
+    rank: int, options: dict[str, Any], shape: tuple[int, ...], steps: int
+) -> dict[str, list[Tensor]]:
+    """The means of some steps, and what was kept after each."""
+    state = HybridState(**options)
+    found: dict[str, list[Tensor]] = {"means": [], "residuals": []}
+    for step in range(steps):
+        found["means"].append(aggregate(gradient(rank, step, shape), state=state))
+        kept = state.memory.kept["tensor"].residual
+        found["residuals"].append(torch.zeros(shape) if kept is None else kept.view(shape).clone())
+    return found
+
+
+def integers_of(rank: int) -> Tensor:
+    """70 blocks of small integers, each with more sevens than are sent exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(-7, 8, (70, 128), generator=generator).float()
+    values[:, 5:105:5] = 7
+    return values
+
+
+def integers(rank: int) -> dict[str, Tensor]:
+    state = HybridState(k=0.001, remainder="int4")
+    mean = aggregate(integers_of(rank), state=state)
+    residual = state.memory.kept["tensor"].residual
+    assert residual is not None
+    return {"mean": mean, "residual": residual}
+
+
+def of_every_shape(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
+    state = HybridState(checksum=True, **options)
+    found = []
+    for place, shape in enumerate(SHAPES):
+        tensor = gradient(rank, place, shape).to(dtype)
+        before = tensor.clone()
+        mean = aggregate(tensor, state=state, name=f"{place}")
+        assert mean.dtype == dtype
+        assert mean.shape == shape
+        assert torch.equal(tensor, before)
+        found.append(mean)
+    turned = gradient(rank, 0, (40, 30)).to(dtype)
+    found.append(aggregate(turned.T, state=state, name="turned"))
+    return found
+
+
+class Small(nn.Module):
+    """Parameters below and above the least size, of which one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(24, 40)
+        self.second = nn.Linear(40, 24)
+        self.unmoved = nn.Parameter(torch.randn(30, 30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return y + 0 * self.unmoved.sum()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(77 * step + rank)
+    x = torch.randn(6, 24, generator=generator)
+    return x, x.flip(1).square()
+
+
+def trained(
+    rank: int, options: dict[str, Any], bucket_mb: float, steps: int, lr: float = 0.05
+) -> dict[str, Any]:
+    """Train under DDP; gives the weights, and what was counted."""
+    model = Small()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    state = register(ddp, HybridState(dense_below=100, checksum=True, **options))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=lr)
+    for step in range(steps):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+    return {**dict(model.named_parameters()), "counters": state.counters.facts()}
+
+
+def mismatched(rank: int, options: list[dict[str, Any]]) -> None:
+    """Each rank has options of its own."""
+    trained(rank, options[rank], 1.0, 2)
+
+
+def late(rank: int) -> Tensor:
+    """Rank 1 reduced this tensor once more than rank 0, alone."""
+    state = HybridState()
+    if rank == 1:
+        state.memory.of("tensor", 5000).steps = 1
+    return aggregate(torch.ones(5000), state=state)
+
+
+def unequal(rank: int) -> None:
+    """One weight of rank 1 is changed after the second step."""
+    model = Small()
+    ddp = DistributedDataParallel(model)
+    register(ddp, HybridState(dense_below=100, checksum=True))
+    for step in range(4):
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                model.first.weight[3, 3] += 1e-7
+        if step == 3:
+            raise AssertionError("nobody noticed")
+        x, _ = batch(rank, step)
+        ddp(x).sum().backward()
+
+
+def dying(rank: int) -> Tensor:
+    """Rank 1 is killed in the third step."""
+    state = HybridState()
+    for step in range(3):
+        if step == 2 and rank == 1:
+            die()
+        found = aggregate(gradient(rank, step, (9000,)), state=state)
+    return found
+
+
+def infinite(rank: int, value: float) -> dict[str, Any]:
+    """In step 1 rank 1 has one value that is no number, in one of two tensors."""
+    state = HybridState(k=0.01, momentum=0.5)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        if step == 1:
+            kept = state.memory.kept["bad"]
+            assert kept.residual is not None
+            assert kept.velocity is not None
+            before = (kept.residual.clone(), kept.velocity.clone())
+        bad, good = gradient(rank, step, (9000,)), gradient(rank, step + 10, (9000,))
+        if step == 1 and rank == 1:
+            bad[4321] = value
+        found[f"bad{step}"] = aggregate(bad, state=state, name="bad")
+        found[f"good{step}"] = aggregate(good, state=state, name="good")
+        if step == 1:
+            assert kept.residual is not None
+            assert kept.velocity is not None
+            found["kept"] = torch.equal(kept.residual, before[0]) and torch.equal(
+                kept.velocity, before[1]
+            )
+    return {**found, "skipped": state.counters.skipped}
+
+
+def scaled(rank: int) -> dict[str, Any]:
+    """fp32 under a scaler; in step 2 rank 1 overflows."""
+    model = Small()
+    ddp = DistributedDataParallel(model)
+    state = register(ddp, HybridState(dense_below=100, k=0.01))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scales, moved, residual = [], [], torch.zeros(0)
+    for step in range(4):
+        x, y = batch(rank, step)
+        if step == 2 and rank == 1:
+            y = y * 1e38
+        state.follow_scale(scaler.get_scale())
+        before = model.first.weight.detach().clone()
+        if step == 3:
+            kept = state.memory.kept["second.weight"].residual
+            assert kept is not None
+            residual = kept.clone()
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.mse_loss(ddp(x), y)).backward()
+        scaler.step(optimizer)
+        if step == 2:
+            kept = state.memory.kept["second.weight"].residual
+            assert kept is not None
+            unscaled = kept.clone()
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(not torch.equal(before, model.first.weight))
+    return {"scales": scales, "moved": moved, "halved": torch.equal(residual, unscaled / 2)}
+
+
+def with_momentum(rank: int, steps: int) -> list[Tensor]:
+    """Means of small integers with momentum 1/2, which float32 holds exactly."""
+    state = HybridState(momentum=0.5, dense_below=10_000)
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        values = torch.randint(-4, 5, (600,), generator=generator).float()
+        found.append(aggregate(values, state=state))
+    return found
+
+
+def masked(rank: int) -> dict[str, Tensor]:
+    """Momentum of what was sent is gone, where nothing else is sent."""
+    state = HybridState(momentum=0.5, remainder=None, k=0.25, dense_below=0)
+    values = torch.tensor([1.0, -8.0, 2.0, 4.0]) * (rank + 1)
+    sent = aggregate(values, state=state)
+    kept = state.memory.kept["tensor"]
+    assert kept.velocity is not None
+    return {"sent": sent, "velocity": kept.velocity}
+
+
+def clipped(rank: int, size: float) -> Tensor:
+    """Four values of the same size: their norm is twice that."""
+    return aggregate(torch.full((4,), size), state=HybridState(clip=4.0))
