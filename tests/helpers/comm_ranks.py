@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from hopsparse.comm import HybridState, aggregate, register
+from hopsparse.comm import HybridState, aggregate, load_state, register
 from tests.helpers.ranks import die
 
 #: Odd, empty, without dimension, and with more values than 15 and 16 bits count.
@@ -221,3 +224,75 @@ def masked(rank: int) -> dict[str, Tensor]:
 def clipped(rank: int, size: float) -> Tensor:
     """Four values of the same size: their norm is twice that."""
     return aggregate(torch.full((4,), size), state=HybridState(clip=4.0))
+
+
+def resumable(
+    rank: int, folder: Path, steps: int, save_at: int, die_at: int, resume: bool
+) -> dict[str, Any]:
+    """Train, save once, perhaps die; or begin with what was saved."""
+    torch.manual_seed(rank)
+    model = Small()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
+    options = {"k": 0.02, "every": 3, "warmup": 6, "momentum": 0.5}
+    state = register(ddp, HybridState(dense_below=100, **options))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.05)
+    first = 0
+    if resume:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        everything = {"model": model_state, "optimizer": optimizer_state, "comm": state}
+        load(everything, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=everything["model"],
+            optim_state_dict=everything["optimizer"],
+        )
+        first = save_at
+    for step in range(first, steps):
+        if step == die_at and rank == 1:
+            die()
+        if step == save_at and not resume:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            everything = {"model": model_state, "optimizer": optimizer_state, "comm": state}
+            save(everything, checkpoint_id=folder)
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+    kept = {
+        name: each.residual for name, each in state.memory.kept.items() if each.residual is not None
+    }
+    return {
+        **dict(model.named_parameters()),
+        **{f"kept {name}": each for name, each in kept.items()},
+    }
+
+
+def saving(rank: int, folder: Path) -> dict[str, Tensor]:
+    """Three steps, then a checkpoint; gives what this rank kept."""
+    state = HybridState(k=0.01, momentum=0.5, warmup=9)
+    for step in range(3):
+        aggregate(gradient(rank, step, (9000,)), state=state)
+        aggregate(gradient(rank, step, (70,)), state=state, name="small")
+    state.follow_scale(256.0)
+    save({"comm": state}, checkpoint_id=folder)
+    return state.memory.tensors(state.options.parts_of)
+
+
+def loading(rank: int, folder: Path, name: str = "comm", numel: int = 9000) -> dict[str, Tensor]:
+    """Take it over; gives what this rank has now, and the mean of one step more."""
+    state = HybridState(k=0.01, momentum=0.5, warmup=9, checksum=True)
+    for parameter, size in (("tensor", numel), ("small", 70)):
+        state.memory.of(parameter, size)
+    load_state(state, folder, name=name)
+    assert state.loss_scale == 256.0
+    found = state.memory.tensors(state.options.parts_of)
+    found = {key: value.clone() for key, value in found.items()}
+    return {**found, "mean": aggregate(gradient(rank, 3, (9000,)), state=state)}
+
+
+def loading_as_torch_does(rank: int, folder: Path) -> None:
+    state = HybridState(k=0.01, momentum=0.5)
+    for parameter, size in (("tensor", 9000), ("small", 70)):
+        state.memory.of(parameter, size)
+    load({"comm": state}, checkpoint_id=folder)

@@ -82,12 +82,12 @@ def _rank(
     )
     try:
         result = work(rank, *given)
-    except Exception as error:
+    except BaseException as error:  # what torch.distributed.checkpoint raises is no Exception
         result = error
     # Numbers travel as plain objects: shared memory would need its owner alive.
     tell.send(_plain(result))
     tell.close()
-    if not isinstance(result, Exception):
+    if not isinstance(result, BaseException):
         dist.barrier()
         dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """Gradients over slow links: the largest values exactly, the rest rounded, nothing lost."""
 
+from .checkpoint import load_state as load_state
 from .counters import Counters as Counters
 from .hook import aggregate as aggregate
 from .hook import hybrid_hook as hybrid_hook

@@ -17,12 +17,14 @@ class Kept:
 
     Attributes:
         numel: Values of the parameter.
+        start: The first of them in the whole parameter, of which this may be a shard.
         steps: How often it was reduced.
         residual: What was not sent yet, float32 [numel]; None as long as there is nothing.
         velocity: Momentum of this rank's gradients, float32 [numel]; None without.
     """
 
     numel: int
+    start: int = 0
     steps: int = 0
     residual: Tensor | None = None
     velocity: Tensor | None = None
