@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch.distributed.checkpoint", "hopsparse.comm"])
+# fully_shard imports torch._dynamo when it is first called.
+_SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "hopsparse.comm"])
 #: What a rank gives that was killed or killed itself.
 KILLED = "killed"
 

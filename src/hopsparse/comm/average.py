@@ -88,7 +88,12 @@ def average(
     if not parts:
         return
     device = parts[0].gradient.device
-    _agree(state, parts, group)
+    told = []
+    for part in parts:
+        _check(part.gradient, part.name)
+        what = f"{list(part.gradient.shape)} {part.gradient.dtype}"
+        told.append((part.name, part.gradient.numel(), what))
+    agree_once(state, told, group, device)
     counters, ranks = state.counters, group.size()
     counters.count(sum(part.gradient.numel() for part in parts), ranks)
     pending = [_prepare(state, part, ranks) for part in parts]
@@ -115,18 +120,28 @@ def average(
         compare(sums, ["averaged gradients", "parameters"], group)
 
 
-def _agree(state: HybridState, parts: Sequence[Part], group: Group) -> None:
-    """The first time that these parts come together: are they the same everywhere?"""
-    for part in parts:
-        _check(part.gradient, part.name)
-    named = [f"{part.name} {list(part.gradient.shape)} {part.gradient.dtype}" for part in parts]
-    if "\n".join(named) in state.agreed:
+def agree_once(
+    state: HybridState, told: Sequence[tuple[str, int, str]], group: Group, device: torch.device
+) -> None:
+    """The first time that these parameters come together: are they the same on every rank?
+
+    Args:
+        state: Its options are compared too.
+        told: Name and size of each parameter, and what else there is to say of it.
+        group: Ranks.
+        device: Where messages are.
+
+    Raises:
+        ArgumentError: They are not.
+    """
+    named = "\n".join(f"{name} {what}" for name, _, what in told)
+    if named in state.agreed:
         return
     facts = [f"{key} = {value}" for key, value in state.options.facts().items()]
-    for part, name in zip(parts, named, strict=True):
-        facts.append(f"{name}, step {state.memory.of(part.name, part.gradient.numel()).steps}")
-    agree(facts, group, parts[0].gradient.device)
-    state.agreed.add("\n".join(named))
+    for name, numel, what in told:
+        facts.append(f"{name} {what}, step {state.memory.of(name, numel).steps}")
+    agree(facts, group, device)
+    state.agreed.add(named)
 
 
 def _check(gradient: Tensor, name: str) -> None:

@@ -21,7 +21,7 @@ class Counters:
     Attributes:
         calls: Exchanges, one a bucket and step.
         values: Values of the gradients that were reduced.
-        dense_bytes: What a ring all-reduce of float32 sends of a rank for them.
+        dense_bytes: What a rank would send for them in float32, around a ring.
         sent_bytes: What this rank sent to others; its headers do not count.
         select_ms: Adding up what was kept, and choosing the largest.
         quantise_ms: Rounding and unpacking the remainder, and adding up what came.
@@ -55,11 +55,11 @@ class Counters:
         spent = 1e3 * (time.perf_counter() - started)
         setattr(self, name, getattr(self, name) + spent)
 
-    def count(self, values: int, ranks: int) -> None:
-        """An exchange begins."""
+    def count(self, values: int, ranks: int, passes: int = 2) -> None:
+        """An exchange begins; a ring passes everything twice for an all-reduce, once to scatter."""
         self.calls += 1
         self.values += values
-        self.dense_bytes += 2 * (ranks - 1) / ranks * 4 * values
+        self.dense_bytes += passes * (ranks - 1) / ranks * 4 * values
 
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
