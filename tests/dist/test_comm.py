@@ -159,7 +159,7 @@ def test_a_rank_that_dies_is_noticed() -> None:
     assert isinstance(third, RuntimeError)
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_no_number_is_passed_on_and_not_kept(value: float) -> None:
     found = on_ranks(comm_ranks.infinite, 2, value)
     assert all_equal(found)

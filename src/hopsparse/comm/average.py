@@ -167,13 +167,13 @@ def _prepare(state: HybridState, part: Part, ranks: int) -> Pending:
     layout = Layout.of(numel, state.options, kept.steps, ranks)
     with state.counters.timed("select_ms"):
         local, velocity = accumulated(state, kept, part.gradient, ranks, layout.padded)
-        is_finite = bool(torch.isfinite(local.abs().max())) if numel else True
-        if not is_finite:
+        finite = is_finite(local)
+        if not finite:
             local.zero_()  # every rank says what it cannot send; the message stays as long
         exact = take_exact(local, layout)
     with state.counters.timed("quantise_ms"):
         coded = take_rounded(local, layout)
-    return Pending(part, kept, layout, local, velocity, exact, coded, is_finite)
+    return Pending(part, kept, layout, local, velocity, exact, coded, finite)
 
 
 def accumulated(
@@ -184,20 +184,38 @@ def accumulated(
     Returns:
         float32 [padded], and the momentum of the next step, or None.
     """
-    options, numel = state.options, gradient.numel()
-    local = torch.zeros(padded, device=gradient.device)
+    options, numel, device = state.options, gradient.numel(), gradient.device
+    local = torch.empty(padded, device=device)
     vector = local[:numel]
-    vector.copy_(gradient.detach().flatten())
+    local[numel:] = 0
+    residual = None if kept.residual is None else kept.residual.to(device)
+    given, velocity = gradient.detach().flatten(), None
+    if options.clip is None and not options.momentum:
+        # Most calls come here: one pass over the data.
+        torch.add(given, 0 if residual is None else residual, out=vector)
+        return local, None
+    vector.copy_(given)
     if options.clip is not None:
         vector.mul_(_clipping(vector, options.clip / math.sqrt(ranks)))
-    velocity = None
     if options.momentum:
         if kept.velocity is not None:
-            vector.add_(kept.velocity.to(vector.device), alpha=options.momentum)
+            vector.add_(kept.velocity.to(device), alpha=options.momentum)
         velocity = vector.clone()
-    if kept.residual is not None:
-        vector.add_(kept.residual.to(vector.device))
+    if residual is not None:
+        vector.add_(residual)
     return local, velocity
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether there is no Inf and no NaN in a tensor, without a second one.
+
+    Example:
+        >>> is_finite(torch.tensor([1.0, -torch.inf])), is_finite(torch.ones(2))
+        (False, True)
+    """
+    if not values.numel():
+        return True
+    return bool(torch.isfinite(torch.stack([values.amax(), values.amin()])).all())
 
 
 def _clipping(vector: Tensor, most: float) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .average import accumulated, agree_once
+from .average import accumulated, agree_once, is_finite
 from .coding import Layout, add_exact, rounded, take_exact, take_rounded
 from .collective import Group, exchange
 from .memory import Kept
@@ -88,8 +88,8 @@ def _code(state: HybridState, given: Sharded, ranks: int) -> _Coded:
     with state.counters.timed("select_ms"):
         whole = given.gradient.reshape(-1)[: given.numel]
         local, velocity = accumulated(state, kept, whole, ranks, ranks * values)
-        is_finite = bool(torch.isfinite(local.abs().max())) if given.numel else True
-        if not is_finite:
+        finite = is_finite(local)
+        if not finite:
             local.zero_()
         parts = torch.zeros(ranks, layout.padded, device=local.device)
         parts[:, :values] = local.view(ranks, values)
@@ -97,7 +97,7 @@ def _code(state: HybridState, given: Sharded, ranks: int) -> _Coded:
     with state.counters.timed("quantise_ms"):
         for exact, part in zip(tensors, parts, strict=True):
             exact += take_rounded(part, layout)
-    return _Coded(kept, layout, parts, velocity, tensors, is_finite)
+    return _Coded(kept, layout, parts, velocity, tensors, finite)
 
 
 def _add_up(
@@ -109,7 +109,7 @@ def _add_up(
     arrived = [unpack(message, fields) for message in received]
     finite = torch.stack([tensors[0] for tensors in arrived]).bool().all(0).tolist()
     first = 1
-    for given, each, is_finite in zip(parameters, coded, finite, strict=True):
+    for given, each, passed in zip(parameters, coded, finite, strict=True):
         exact = len(each.layout.exact_fields())
         last = first + exact + len(each.layout.rounded_fields(each.layout.rows))
         total = torch.zeros(each.layout.padded, device=received.device)
@@ -119,7 +119,7 @@ def _add_up(
                 blocks = rounded(tensors[first + exact : last], each.layout.coder)
                 each.layout.active(total).add_(blocks)
         first = last
-        _finish(state, given, each, total.div_(len(arrived)), is_finite)
+        _finish(state, given, each, total.div_(len(arrived)), passed)
 
 
 def _finish(state: HybridState, given: Sharded, coded: _Coded, mean: Tensor, finite: bool) -> None:
