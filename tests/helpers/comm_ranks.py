@@ -11,7 +11,15 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from hopsparse.comm import HybridState, aggregate, load_state, register
+from hopsparse.comm import (
+    HybridState,
+    Link,
+    PlannedState,
+    aggregate,
+    load_state,
+    register,
+    register_planned,
+)
 from tests.helpers.ranks import die
 
 #: Odd, empty, without dimension, and with more values than 15 and 16 bits count.
@@ -296,3 +304,59 @@ def loading_as_torch_does(rank: int, folder: Path) -> None:
     for parameter, size in (("tensor", 9000), ("small", 70)):
         state.memory.of(parameter, size)
     load({"comm": state}, checkpoint_id=folder)
+
+
+# Costs of a link that make each of the choices for a bucket of 1,000 values or more.
+LINKS = {
+    "dense": Link(1e-5, 1e-9, 1e-9, 1e-5, 1e-9, 1e-6, 1e-6),
+    "bf16": Link(1e-5, 1e-6, 1e-6, 1e-5, 1e-6, 1e-3, 1e-3),
+    "hybrid": Link(1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 1e-9, 1e-2),
+    "low-rank": Link(1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3, 1e-9),
+}
+
+
+def planned(rank: int, method: str, nan_at: int) -> dict[str, Any]:
+    """Train as if the link were such; the plan is made anew when buckets are."""
+    model = Small()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    state = HybridState(dense_below=100, k=0.02)
+    plan = PlannedState(state, rank=2 if method == "low-rank" else None)
+    plan.link = LINKS[method]
+    register_planned(ddp, plan)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    losses, finite = [], []
+    for step in range(6):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp(x), y)
+        (loss * torch.nan if (step, rank) == (nan_at, 1) else loss).backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        finite.append(all(bool(torch.isfinite(each).all()) for each in gradients))
+        if finite[-1]:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    return {
+        "weights": dict(model.named_parameters()),
+        "finite": finite,
+        "losses": losses,
+        "methods": sorted({each.method for each in plan.plans.values()}),
+        "counters": state.counters.facts(),
+        "described": plan.describe(),
+    }
+
+
+def measured(rank: int, folder: Path) -> dict[str, Any]:
+    """A link that is measured, saved, and taken over."""
+    found = []
+    for _ in range(2):
+        plan = PlannedState(HybridState())
+        ddp = DistributedDataParallel(Small())
+        register_planned(ddp, plan)
+        if found:
+            load({"comm": plan}, checkpoint_id=folder)
+        ddp(batch(rank, 0)[0]).sum().backward()
+        if not found:
+            save({"comm": plan}, checkpoint_id=folder)
+        assert plan.link is not None
+        found.append(plan.link.to_tensor())
+    return {"before": found[0], "after": found[1]}

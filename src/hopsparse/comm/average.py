@@ -96,7 +96,7 @@ def average(
     agree_once(state, told, group, device)
     counters, ranks = state.counters, group.size()
     counters.count(sum(part.gradient.numel() for part in parts), ranks)
-    pending = [_prepare(state, part, ranks) for part in parts]
+    pending = [prepare(state, part, ranks) for part in parts]
     direct = ranks <= _ALL_TO_ALL_ABOVE
     with counters.timed("select_ms"):
         flags = torch.tensor([each.is_finite for each in pending], dtype=torch.uint8, device=device)
@@ -113,7 +113,7 @@ def average(
         finite = torch.stack([flags for flags, _ in arrived]).bool().all(0).tolist()
         for place, each in enumerate(pending):
             tensors = [found[place] for _, found in arrived]
-            mean = _mean(each.layout, tensors, blocks[place] if blocks else None)
+            mean = decoded_mean(each.layout, tensors, blocks[place] if blocks else None)
             _finish(state, each, mean, bool(finite[place]))
     if state.options.checksum:
         sums = [checksum([part.gradient for part in parts]), checksum(parameters)]
@@ -160,7 +160,7 @@ def _check(gradient: Tensor, name: str) -> None:
         )
 
 
-def _prepare(state: HybridState, part: Part, ranks: int) -> Pending:
+def prepare(state: HybridState, part: Part, ranks: int) -> Pending:
     """Add up what this rank has to send, and code it."""
     numel = part.gradient.numel()
     kept = state.memory.of(part.name, numel)
@@ -248,7 +248,7 @@ def _arrived(
     return flags, found
 
 
-def _mean(layout: Layout, arrived: Sequence[list[Tensor]], blocks: Tensor | None) -> Tensor:
+def decoded_mean(layout: Layout, arrived: Sequence[list[Tensor]], blocks: Tensor | None) -> Tensor:
     """The mean of a parameter, float32 [numel]; `blocks` is that of rounded blocks, if known."""
     total = torch.zeros(layout.padded, device=arrived[0][0].device)
     exact_count = len(layout.exact_fields())
