@@ -208,7 +208,7 @@ def main() -> None:
     record.check_can_append(options.out)
     have = record.done(options.out, ("model", "ranks", "mbit", "method"))
     for mbit in map(int, options.mbit.split(",")):
-        for method in METHODS if options.methods is None else options.methods.split(","):
+        for method in options.methods.split(","):
             if (options.model, options.ranks, mbit, method) in have:
                 continue
             asked = {"model": options.model, "ranks": options.ranks, "mbit": mbit}
@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
     """Options of the command line; those of a single rank are for this script itself."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("comm_link.jsonl"))
-    parser.add_argument("--methods", help="comma-separated; all")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated")
     parser.add_argument("--mbit", default="100,1000,0", help="rates, comma-separated; 0 for any")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
@@ -235,7 +235,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--interface", help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    for method in options.methods.split(","):
+        if method not in METHODS:
+            parser.error(f"--methods {method!r}: one of {', '.join(METHODS)}")
+    if options.ranks < 2:
+        parser.error(f"--ranks {options.ranks}: at least 2")
+    return options
 
 
 if __name__ == "__main__":
