@@ -32,6 +32,7 @@ LOOK_EVERY, HELD_OUT_WINDOWS = 25, 64
 WARMUP = 50
 HYBRID: dict[str, dict[str, Any]] = {
     "int4": {"remainder": "int4"},
+    "int3": {"remainder": "int3"},
     "int4 every 2": {"remainder": "int4", "every": 2},
     "int4 every 4": {"remainder": "int4", "every": 4},
     "sign": {"remainder": "sign"},

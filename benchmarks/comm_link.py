@@ -35,6 +35,7 @@ from hopsparse.measure import record
 
 HYBRID: dict[str, dict[str, Any]] = {
     "int4": {"remainder": "int4"},
+    "int3": {"remainder": "int3"},
     "int4 every 2": {"remainder": "int4", "every": 2},
     "int4 every 4": {"remainder": "int4", "every": 4},
     "sign": {"remainder": "sign"},

@@ -50,7 +50,7 @@ def test_without_remainder_it_is_the_mean_of_the_largest_bit_by_bit(ranks: int) 
         assert equal(found[0]["means"][step], total / ranks)
 
 
-@pytest.mark.parametrize(("ranks", "remainder"), [(2, "int4"), (3, "int8"), (4, "int4"), (4, "sign")])
+@pytest.mark.parametrize(("ranks", "remainder"), [(2, "int4"), (3, "int8"), (4, "int3"), (4, "sign")])
 def test_nothing_is_lost(ranks: int, remainder: str) -> None:
     """What the ranks kept and what came out make up every gradient until then."""
     options = {"k": 0.01, "remainder": remainder, "every": 3, "warmup": 2}

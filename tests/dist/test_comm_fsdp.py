@@ -93,6 +93,14 @@ def _kept(replica: list[Any], step: int, name: str, replicas: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(0, 2), (2, 1)])
+def test_momentum_of_what_was_sent_is_gone(replicas: int, shards: int) -> None:
+    """41 x 37 values and none of them zero: a quarter of a part, and of each part, is sent."""
+    for found in on_ranks(comm_fsdp.masked, 2, replicas, shards):
+        part = 21 * 37 if shards == 2 else 41 * 37
+        assert found["inner.1.weight"] == shards * math.ceil(part / 4)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(0, 2), (2, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(replicas: int, shards: int, dtype: torch.dtype) -> None:
     assert on_ranks(comm_fsdp.low_precision, 2, replicas, shards, dtype) == [True, True]

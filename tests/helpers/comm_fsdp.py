@@ -73,6 +73,18 @@ def stepped(
     return [*found, {"sent": state.counters.sent_bytes, "dense": state.counters.dense_bytes}]
 
 
+def masked(rank: int, replicas: int, shards: int) -> dict[str, int]:
+    """How many values of each parameter have no momentum after one step, of how many."""
+    state = HybridState(momentum=0.5, remainder=None, k=0.25, dense_below=0)
+    model = placed(replicas, shards, state)
+    loss_of(model, rank, 0).backward()
+    found = {}
+    for name, each in state.memory.kept.items():
+        assert each.velocity is not None
+        found[name] = int((each.velocity == 0).sum())
+    return found
+
+
 def low_precision(rank: int, replicas: int, shards: int, dtype: torch.dtype) -> bool:
     """Whether three steps give gradients of this dtype that are all finite and not all zero."""
     model = placed(replicas, shards, HybridState(k=0.05, dense_below=50), dtype)

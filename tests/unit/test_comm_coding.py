@@ -92,7 +92,7 @@ def test_damaged_positions_are_told() -> None:
         decode_indices(counts, offsets)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["int3", "int4", "int8"])
 @given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(-140, 100))
 def test_rounding_loses_nothing(name: str, numbers: list[float], exponent: int) -> None:
     """What is sent and what is left add up to what was there, bit by bit."""
@@ -103,18 +103,19 @@ def test_rounding_loses_nothing(name: str, numbers: list[float], exponent: int) 
     sent = coder.decode(*coder.encode(rows))
     left = rows - sent
     assert torch.equal(sent.double() + left.double(), rows.double())
-    most = {"int4": 7, "int8": 127}[name]
-    assert bool((left.double().abs() <= block_rounding_bound(rows, most)).all())
+    assert bool((left.double().abs() <= block_rounding_bound(rows, coder.most)).all())
 
 
-@given(st.lists(st.integers(-7, 7), min_size=128, max_size=128))
-def test_codes_of_four_bits_are_those_numbers(numbers: list[int]) -> None:
+@pytest.mark.parametrize(("name", "most", "nbytes"), [("int3", 3, 48), ("int4", 7, 64)])
+@given(data=st.data())
+def test_small_integers_are_exact(name: str, most: int, nbytes: int, data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(-most, most), min_size=128, max_size=128))
     rows = torch.tensor(numbers).float()[None]
-    rows[0, 0] = 7  # the scale is 1
-    codes, scales = CODERS["int4"].encode(rows)
-    assert codes.nbytes == 64
+    rows[0, 0] = most  # the scale is 1
+    codes, scales = CODERS[name].encode(rows)
+    assert codes.nbytes == nbytes == CODERS[name].code_bytes
     assert scales.tolist() == [1.0]
-    assert torch.equal(CODERS["int4"].decode(codes, scales), rows)
+    assert torch.equal(CODERS[name].decode(codes, scales), rows)
 
 
 @given(st.lists(st.booleans(), min_size=512, max_size=512), st.sampled_from([0.5, 3.0]))
@@ -130,13 +131,14 @@ def test_zeros_stay_zeros_and_large_numbers_finite(name: str) -> None:
     coder = CODERS[name]
     zeros = torch.zeros(1, coder.block)
     assert torch.equal(coder.decode(*coder.encode(zeros)), zeros)
-    top = torch.finfo(torch.float32).max
-    sent = coder.decode(*coder.encode(torch.full((1, coder.block), -top)))
+    # Some of these would be rounded up to a scale that overflows.
+    tops = torch.finfo(torch.float32).max * torch.linspace(0.97, 1, 200, dtype=torch.float64)
+    sent = coder.decode(*coder.encode(-tops.float()[:, None].expand(-1, coder.block)))
     assert bool(torch.isfinite(sent).all())
     assert bool((sent < 0).all())
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", None])
+@pytest.mark.parametrize("name", ["int3", "int4", "int8", None])
 @given(
     st.lists(FLOATS, min_size=1, max_size=300),
     st.sampled_from([0.01, 0.3, 1.0]),

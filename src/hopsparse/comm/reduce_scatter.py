@@ -15,6 +15,7 @@ from torch import Tensor
 from .average import accumulated, agree_once, is_finite
 from .coding import Layout, add_exact, rounded, take_exact, take_rounded
 from .collective import Group, exchange
+from .indices import decode_indices
 from .memory import Kept
 from .state import HybridState
 from .wire import Field, pack, unpack
@@ -133,5 +134,10 @@ def _finish(state: HybridState, given: Sharded, coded: _Coded, mean: Tensor, fin
     given.mean.copy_(mean[:values])
     if coded.velocity is not None:
         kept.velocity = coded.velocity
+        if coded.layout.coder is None and not coded.layout.is_dense:
+            # As in average: what waited and was sent has its momentum in it.
+            for to, (_, counts, offsets) in enumerate(coded.tensors):
+                sent = decode_indices(counts, offsets) + to * values
+                kept.velocity[sent[sent < given.numel]] = 0
     if not coded.layout.is_dense and state.options.error_feedback:
         kept.residual = coded.local[:, :values].reshape(-1)[: given.numel].clone()

@@ -1,6 +1,6 @@
-"""What is left beside the largest values, in 8, 4 or 1 bits each and a scale for each block.
+"""What is left beside the largest values, in 8, 4, 3 or 1 bits each and a scale for each block.
 
-With 8 and 4 bits nothing is lost: a scale has 8 bits, a code 4 or 7, so that their product is
+But with 1 bit nothing is lost: a scale has 8 bits, a code 7 at most, so that their product is
 exact in float32; a value is at most twice and at least half of what it is rounded to, so that the
 difference is exact too (Sterbenz, 1974). What was sent and what is kept add up bit by bit.
 """
@@ -14,8 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Remainder = Literal["int4", "int8", "sign"]
+Remainder = Literal["int8", "int4", "int3", "sign"]
 _SCALE = torch.bfloat16
+# So that the largest code times a scale that was rounded up is still finite.
+_TOP = torch.finfo(torch.float32).max * (1 - torch.finfo(_SCALE).eps / 2)
 
 
 class Coder(ABC):
@@ -23,10 +25,12 @@ class Coder(ABC):
 
     Attributes:
         block: Columns of a row.
+        most: The largest code.
         code_bytes: Bytes of a coded row, without its scale.
     """
 
     block: int
+    most: int
     code_bytes: int
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +42,7 @@ class Coder(ABC):
         Returns:
             Codes uint8 [n, code_bytes] and scales bfloat16 [n].
         """
-        scales = self._scales(rows).clamp(max=torch.finfo(_SCALE).max).to(_SCALE)
+        scales = self._scales(rows).clamp(max=_TOP / self.most).to(_SCALE)
         # Where the scale is zero every code is zero, not 0 / 0.
         divisor = torch.where(scales == 0, torch.inf, scales.float())
         return self._codes(rows, divisor[:, None]), scales
@@ -47,8 +51,11 @@ class Coder(ABC):
         """The rounded rows, float32 [n, block]."""
         return self._numbers(codes).mul_(scales.float()[:, None])
 
-    @abstractmethod
-    def _scales(self, rows: Tensor) -> Tensor: ...
+    def _scales(self, rows: Tensor) -> Tensor:
+        return rows.abs().amax(1) / self.most
+
+    def _integers(self, rows: Tensor, divisor: Tensor) -> Tensor:
+        return (rows / divisor).round_().clamp_(-self.most, self.most)
 
     @abstractmethod
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor: ...
@@ -60,13 +67,10 @@ class Coder(ABC):
 class Int8(Coder):
     """Round to the nearest of -127 to 127 parts of the largest magnitude of 512 values."""
 
-    block, code_bytes = 512, 512
-
-    def _scales(self, rows: Tensor) -> Tensor:
-        return rows.abs().amax(1) / 127
+    block, most, code_bytes = 512, 127, 512
 
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
-        return (rows / divisor).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+        return self._integers(rows, divisor).to(torch.int8).view(torch.uint8)
 
     def _numbers(self, codes: Tensor) -> Tensor:
         return codes.view(torch.int8).float()
@@ -78,17 +82,32 @@ class Int4(Coder):
     Low halves of the bytes are the first 64 values, high halves the others.
     """
 
-    block, code_bytes = 128, 64
-
-    def _scales(self, rows: Tensor) -> Tensor:
-        return rows.abs().amax(1) / 7
+    block, most, code_bytes = 128, 7, 64
 
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
-        codes = (rows / divisor).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        codes = self._integers(rows, divisor).add_(8).to(torch.uint8)
         return codes[:, :64] | codes[:, 64:] << 4
 
     def _numbers(self, codes: Tensor) -> Tensor:
         return torch.cat([codes & 15, codes >> 4], dim=1).float().sub_(8)
+
+
+class Int3(Coder):
+    """Round to the nearest of -3 to 3 parts of the largest magnitude of 128 values.
+
+    First the low two bits of each, as they are in bytes 0 to 31: values v, v + 32, v + 64 and
+    v + 96 in byte v, the first lowest. Then the high bits, of values v, v + 16 and on in byte v.
+    """
+
+    block, most, code_bytes = 128, 3, 48
+
+    def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
+        codes = self._integers(rows, divisor).add_(4).to(torch.uint8)
+        return torch.cat([_packed(codes & 3, 2), _packed(codes >> 2, 1)], dim=1)
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        low, high = _unpacked(codes[:, :32], 2), _unpacked(codes[:, 32:], 1)
+        return (low | high << 2).float().sub_(4)
 
 
 class Sign(Coder):
@@ -98,21 +117,32 @@ class Sign(Coder):
     the bytes has values 64 b to 64 b + 63.
     """
 
-    block, code_bytes = 512, 64
+    block, most, code_bytes = 512, 1, 64
 
     def _scales(self, rows: Tensor) -> Tensor:
         return (rows.abs() / self.block).sum(1)  # divided first: a sum may overflow
 
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
-        bits = (rows >= 0).view(-1, 8, 64).to(torch.uint8)
-        codes = bits[:, 0]
-        for bit in range(1, 8):
-            codes = codes | bits[:, bit] << bit
-        return codes
+        return _packed((rows >= 0).to(torch.uint8), 1)
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        bits = torch.stack([codes >> bit & 1 for bit in range(8)], dim=1)
-        return bits.flatten(1).float().mul_(2).sub_(1)
+        return _unpacked(codes, 1).float().mul_(2).sub_(1)
 
 
-CODERS: Mapping[str, Coder] = {"int4": Int4(), "int8": Int8(), "sign": Sign()}
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """uint8 [n, block] below 2^bits -> [n, block * bits / 8]: a byte has values far apart."""
+    each = 8 // bits
+    parts = numbers.view(len(numbers), each, numbers.shape[1] // each)
+    packed = parts[:, 0]
+    for place in range(1, each):
+        packed = packed | parts[:, place] << bits * place
+    return packed
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """What `_packed` was given."""
+    mask, shifts = (1 << bits) - 1, range(0, 8, bits)
+    return torch.stack([packed >> shift & mask for shift in shifts], dim=1).flatten(1)
+
+
+CODERS: Mapping[str, Coder] = {"int8": Int8(), "int4": Int4(), "int3": Int3(), "sign": Sign()}
