@@ -202,3 +202,10 @@ def test_each_rank_clips_its_own(size: float, mean: float) -> None:
     """Four ranks may have a norm of 4 / sqrt(4) each, which is 1 for each of four values."""
     found = on_ranks(comm_ranks.clipped, 4, size)
     assert all(each.tolist() == [mean] * 4 for each in found)
+
+
+@pytest.mark.parametrize("kind", ["double", "sparse", "integers"])
+def test_other_gradients_are_refused(kind: str) -> None:
+    (error,) = on_ranks(comm_ranks.refused, 1, kind)
+    assert isinstance(error, ArgumentError)
+    assert error.need == "float32, bfloat16 or float16, strided"

@@ -360,3 +360,13 @@ def measured(rank: int, folder: Path) -> dict[str, Any]:
         assert plan.link is not None
         found.append(plan.link.to_tensor())
     return {"before": found[0], "after": found[1]}
+
+
+def refused(rank: int, kind: str) -> Tensor:
+    """Gradients that cannot be reduced."""
+    tensors = {
+        "double": torch.ones(3, dtype=torch.float64),
+        "sparse": torch.eye(3).to_sparse(),
+        "integers": torch.ones(3, dtype=torch.int64),
+    }
+    return aggregate(tensors[kind])

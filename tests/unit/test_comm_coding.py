@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hopsparse.comm import HybridOptions
+from hopsparse.comm import HybridOptions, HybridState
 from hopsparse.comm.coding import Layout, add_exact, rounded, take_exact, take_rounded
 from hopsparse.comm.indices import chunk_count, decode_indices, encode_indices
 from hopsparse.comm.remainder import CODERS
@@ -218,8 +218,17 @@ def test_warm_up_goes_down_by_one_factor() -> None:
         {"momentum": 1.0},
         {"clip": 0.0},
         {"clip": math.inf},
+        {"k": "0.1"},
+        {"k": None},
+        {"momentum": True},
+        {"clip": "1"},
     ],
 )
 def test_options_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         HybridOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_options_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ArgumentError, match="options ks. Required: one of k, remainder, every"):
+        HybridState(ks=0.1)

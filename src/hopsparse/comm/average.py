@@ -144,7 +144,12 @@ def agree_once(
     state.agreed.add(named)
 
 
-def _check(gradient: Tensor, name: str) -> None:
+def check_kind(gradient: Tensor, name: str) -> None:
+    """Refuse what cannot be averaged.
+
+    Raises:
+        ArgumentError: Another dtype, or a sparse tensor.
+    """
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if gradient.layout != torch.strided or gradient.dtype not in dtypes:
         raise ArgumentError(
@@ -152,6 +157,10 @@ def _check(gradient: Tensor, name: str) -> None:
             need="float32, bfloat16 or float16, strided",
             hint="nn.Embedding without sparse=True; a float32 copy of another dtype",
         )
+
+
+def _check(gradient: Tensor, name: str) -> None:
+    check_kind(gradient, name)
     if not gradient.is_contiguous():
         raise ArgumentError(
             f"{name}: a gradient with strides {gradient.stride()}",

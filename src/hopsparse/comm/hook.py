@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .average import Part, average
+from .average import Part, average, check_kind
 from .collective import Group, group_or_world
 from .state import HybridState
 
@@ -100,6 +100,7 @@ def aggregate(
         >>> dist.destroy_process_group()
     """
     state = HybridState() if state is None else state
+    check_kind(tensor, name)
     mean = tensor.detach().clone(memory_format=torch.contiguous_format)
     average(state, [Part(name, mean)], group_or_world(group or state.group))
     return mean

@@ -58,11 +58,11 @@ class HybridOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise _refused(name, value, f"an integer of {least} or more", str(least))
-        if not 0 <= self.k <= 1:
+        if not _is_number(self.k) or not 0 <= self.k <= 1:
             raise _refused("k", self.k, "a part, 0 to 1", "0.001 for one value in a thousand")
-        if not 0 <= self.momentum < 1:
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise _refused("momentum", self.momentum, "0 or more and less than 1", "0.9")
-        if self.clip is not None and not 0 < self.clip < math.inf:
+        if self.clip is not None and not (_is_number(self.clip) and 0 < self.clip < math.inf):
             raise _refused("clip", self.clip, "a positive norm or None", "1.0")
         if self.k == 0 and self.remainder is None:
             raise _refused("k", self.k, "more than 0 where no remainder is sent", "0.001")
@@ -91,6 +91,10 @@ class HybridOptions:
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refused(name: str, value: object, need: str, hint: str) -> ArgumentError:

@@ -62,15 +62,14 @@ class HybridState:
     """
 
     def __init__(self, *, group: Group | None = None, **options: Any) -> None:
-        try:
-            self.options = HybridOptions(**options)
-        except TypeError:
-            unknown = ", ".join(sorted(set(options) - set(HybridOptions().facts())))
+        known = HybridOptions().facts()
+        if unknown := ", ".join(name for name in options if name not in known):
             raise ArgumentError(
                 f"options {unknown}",
-                need="one of " + ", ".join(HybridOptions().facts()),
+                need="one of " + ", ".join(known),
                 hint="HybridState(k=0.001, remainder='int4')",
-            ) from None
+            )
+        self.options = HybridOptions(**options)
         self.group = group
         self.counters = Counters()
         self.memory = Memory()
