@@ -242,7 +242,8 @@ def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) ->
             costs.append(math.log(times[min(times, key=lambda c: predicted[c])] / best))
         return statistics.fmean(off) + 10 * statistics.fmean(costs)
 
-    names = [field.name for field in fields(Constants) if field.name not in ("clocks_us", "source")]
+    facts = ("clocks_us", "least_tokens", "source")
+    names = [field.name for field in fields(Constants) if field.name not in facts]
     known = FITTED[bits]
     least, step = loss(known), 0.2
     while step > 0.01:

@@ -166,7 +166,9 @@ def test_codes_have_their_own_tiles_floors_and_reasons(
     peak = H200.sparse_peak[w].sustained
     assert floor["operations_us"] == pytest.approx(1e6 * 2 * 4096**3 / peak)
     assert "a gradient is to be kept" in told["dense_runs_when"]
-    assert any("8 bits has the constants of 16" in each for each in told["notes"])
+    assert not any("was fitted to" in each for each in told["notes"])
+    fewer = run_json(*asked[:4], 255, *asked[5:])["planned"]
+    assert any("8 bits was fitted to 256 tokens" in each for each in fewer["notes"])
     calls_alone = any(f"no layer has {sums} sums" in each for each in told["notes"])
     assert calls_alone == (sums in ("fast", "grouped"))
 

@@ -38,8 +38,6 @@ def four(device: torch.device) -> tuple[Quantized, Tensor]:
     return w, torch.randint(-2, 3, (TOKENS, K), device=device).bfloat16()
 
 
-# torch writes its own rules of forward mode with torch.jit, which it warns of.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_tangent_is_kept_and_a_map_is_the_batch(
     eight: tuple[NM, Tensor], four: tuple[Quantized, Tensor]
 ) -> None:

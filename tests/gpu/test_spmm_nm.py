@@ -326,8 +326,6 @@ def test_streams_and_the_kernel_that_other_dtypes_get(device: torch.device) -> N
     assert torch.equal(spmm_nm(wide, x.float()), x.float() @ dense.float().T)
 
 
-# torch's own rules for forward derivatives are compiled by torch.jit.script at their first use.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_transforms_run_dense_and_are_right(device: torch.device) -> None:
     dense = two_four(64, 64, torch.bfloat16, device)
     w = NM.from_dense(dense)

@@ -91,8 +91,6 @@ def test_a_tile_that_is_no_candidate_runs(device: torch.device) -> None:
     assert torch.equal(y, x @ dense.T)
 
 
-# torch writes its own rules of forward mode with torch.jit, which it warns of.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_transforms_run_dense(device: torch.device) -> None:
     dense = random_24((64, 64), torch.float16, torch.Generator(device).manual_seed(0)).round()
     w, x = NM.from_dense(dense), torch.ones(3, 5, 64, device=device).half()

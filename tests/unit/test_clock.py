@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from hopsparse.measure.clock import (
     Timing,
     copies_to_defeat_l2,
     host_time,
+    nothing_collected,
     ratio,
     time_side_by_side,
     turns,
@@ -107,3 +111,27 @@ def test_without_a_gpu_timing_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="sees no GPU"):
         time_side_by_side([Contender("one", [int])])
+
+
+class Node:
+    """Part of a cycle, which reference counts never free."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_cycle_outlives_a_capture_and_collection_is_as_it_was(is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        alive = weakref.ref(Node())
+        with suppress(KeyError), nothing_collected():
+            for _ in range(10 * gc.get_threshold()[0]):
+                Node()
+            assert alive() is not None
+            raise KeyError
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+    gc.collect()
+    assert alive() is None

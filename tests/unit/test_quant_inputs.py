@@ -208,8 +208,6 @@ def test_fake_rounding_is_one_graph(kind: str) -> None:
     assert torch.equal(compiled(x, weight), step(x, weight))
 
 
-# torch writes its own rules of forward mode with torch.jit, which it warns of.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("static", [False, True])
 def test_tangents_and_functional_gradients_pass_as_gradients_do(static: bool) -> None:
     scheme, scale = scheme_of("int8", static), torch.tensor([0.01]) if static else None

@@ -265,8 +265,6 @@ def test_there_is_no_gradient() -> None:
     assert (codes == 127).all()
 
 
-# torch writes its own rules of forward mode with torch.jit, which it warns of.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_tangent_is_not_dropped() -> None:
     x = torch.ones(2, 4)
     with torch.autograd.forward_ad.dual_level():

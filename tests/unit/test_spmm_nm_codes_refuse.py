@@ -186,8 +186,6 @@ def test_a_subclass_stays_one() -> None:
     assert torch.equal(y.as_subclass(Tensor), spmm_nm_scaled(W8, X8))
 
 
-# torch's own rules for forward derivatives are compiled by torch.jit.script at their first use.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_vmap_and_tangents() -> None:
     batch, bias = torch.stack([X8, X8.flip(0)]), torch.zeros(OUT)
     y = torch.func.vmap(lambda x: spmm_nm_scaled(W8, x))(batch)

@@ -57,8 +57,6 @@ def test_a_fused_epilogue_has_no_gradient_and_says_so() -> None:
             torch.ops.hopsparse.spmm_nm.default([w.values, w.meta], x, None, *facts)
 
 
-# torch writes its own rules of forward mode with torch.jit, which it warns of.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_transforms_are_noticed_and_the_kernel_left_alone() -> None:
     """Under them a tensor has no memory of its own, or a tangent that a kernel would drop."""
     dense, w, x, _ = operands()
@@ -114,8 +112,6 @@ def test_what_torch_follows_is_not_plain() -> None:
     assert is_plain(x)
 
 
-# torch's own rules for forward derivatives are compiled by torch.jit.script at their first use.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_transforms_are_seen_though_their_tensors_look_plain() -> None:
     """torch has no rule of the operator for them: a tangent would be lost without a word."""
     x, seen = torch.ones(2, 2), []

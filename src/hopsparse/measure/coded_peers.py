@@ -183,10 +183,6 @@ class FastestCoded:
         plain = Algorithm(number)
         return (plain,) if self.columns is None else (plain, Algorithm(number, alpha=True))
 
-    def copied(self) -> FastestCoded:
-        """The same in other memory."""
-        return FastestCoded(self.packed.clone(), self.out, self.columns, self.split_k)
-
 
 def scales_of_columns(weight: CodedWeight) -> Tensor | None:
     """What the sums of each out-feature are multiplied by before x is seen: float32 [out] or None.

@@ -5,7 +5,6 @@ For 16 bits that is `peers.CuSPARSELt`, for 8 `coded_peers.CodedCuSPARSELt`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UnsupportedError
-from .clock import Contender, copies_to_defeat_l2, time_side_by_side
+from .clock import Contender, time_side_by_side
 from .error import scaled_bound
 from .fault import named, wait_for
 
@@ -23,15 +22,14 @@ from .fault import named, wait_for
 _REFUSED_IN_A_ROW = 8
 _MOST_IDS = 64
 # cuSPARSELt 0.8.0 takes ids past its last one for float16: the kernel then fails with "illegal
-# instruction", and the process can use the GPU no more. Of 8 bits the first 24 were run when the
-# rows of benchmarks/results/h200/peers_anchors.jsonl were measured, and nobody went further:
-# benchmarks/probes/cusparselt_ids.py does, each attempt in a process of its own.
-_IDS = {torch.float16: 36, torch.int8: 24, torch.float8_e4m3fn: 24}
+# instruction", and the process can use the GPU no more. Of 8 bits it refuses them:
+# benchmarks/results/h200/cusparselt_ids.jsonl.
+_IDS = {torch.float16: 36, torch.int8: 27, torch.float8_e4m3fn: 25}
 # (slices of k, mode): one kernel that adds up, or two.
 _SPLITS = tuple((slices, mode) for slices in (2, 4, 8) for mode in (1, 2))
 # Tokens are padded to a multiple of this: what torch's own class does for 8- and 16-bit numbers.
 _TOKEN_MULTIPLE = 16
-_FINALISTS = 4
+_FINALISTS, _ROUNDS, _FINAL_ROUNDS = 4, 5, 25
 _ROWS_COMPARED = 256
 _SEARCH_S = 120.0  # enough for all of them, or the fastest could be missed
 
@@ -84,9 +82,6 @@ class Searched(Protocol):
     def forms(self, number: int) -> tuple[Algorithm, ...]:
         """How an algorithm id can be called; the plainest first."""
 
-    def copied(self) -> Searched:
-        """The same in other memory."""
-
 
 def why_unavailable() -> str | None:
     """Why cuSPARSELt cannot run here, or None."""
@@ -116,7 +111,7 @@ def last_id(dtype: torch.dtype) -> int:
 
     Example:
         >>> last_id(torch.float16), last_id(torch.int8)
-        (35, 23)
+        (35, 26)
     """
     return _IDS.get(dtype, _MOST_IDS) - 1
 
@@ -195,31 +190,31 @@ _FASTEST: dict[tuple[Any, ...], Algorithm] = {}
 
 
 def _search(product: Searched, x: Any, codes: Tensor) -> Algorithm:
-    """Time every algorithm once, in a cold L2 cache; the finalists again, on copies of the weight.
+    """Time every algorithm in a cold L2 cache, and the finalists again, in more rounds.
 
-    A call of float16 takes the host 0.15 s, so that all of them on copies would take minutes.
+    A call of float16 takes the host 0.15 s: copies of the weight, and calls that are repeated in a
+    graph, would take minutes.
     """
-    properties = torch.cuda.get_device_properties(codes.device)
-    count = copies_to_defeat_l2(product.packed.nbytes, properties.L2_cache_size, most=16)
-    copies = [product, *(product.copied() for _ in range(count - 1))]
 
-    def ranked(by: list[Algorithm], on: Sequence[Searched], **how: Any) -> list[Algorithm]:
-        contenders = [
-            Contender(_told(each, codes), [partial(copy.run, x, each) for copy in on])
-            for each in by
-        ]
+    def ranked(by: list[Algorithm], rounds: int) -> list[Algorithm]:
+        contenders = [Contender(_told(each, codes), [partial(product.run, x, each)]) for each in by]
         timings = time_side_by_side(
-            contenders, warm_s=0.02, budget_s=_SEARCH_S, device=codes.device, **how
+            contenders,
+            rounds=rounds,
+            flush_l2=True,
+            warm_s=0.02,
+            budget_s=_SEARCH_S,
+            device=codes.device,
         )
         timed = [pair for pair in zip(timings, by, strict=True) if not pair[0].error]
         return [each for _, each in sorted(timed, key=lambda pair: pair[0].us)]
 
-    first = ranked(_accepted(product, x, codes), [product], rounds=5, flush_l2=True)[:_FINALISTS]
+    first = ranked(_accepted(product, x, codes), _ROUNDS)[:_FINALISTS]
     if product.split_k:
         first += [
             Algorithm(each.id, *split, alpha=each.alpha) for each in first[:2] for split in _SPLITS
         ]
-    final = ranked(first, copies, rounds=11, min_ms=1.0)
+    final = ranked(first, _FINAL_ROUNDS)
     if not final:
         raise UnsupportedError(
             f"cuSPARSELt: no algorithm for x {list(codes.shape)} of {codes.dtype} "

@@ -116,10 +116,6 @@ class Fastest:
         """How an algorithm id can be called."""
         return (Algorithm(number),)
 
-    def copied(self) -> Fastest:
-        """The same in other memory."""
-        return Fastest(self.packed.clone(), self.out, self.bias, self.split_k)
-
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return F.linear(x, weight, bias)

@@ -44,7 +44,8 @@ class Constants:
         fixed_us: Of a launch.
         cluster_us: More, of one in clusters.
         total_norm: Exponent of the norm of the whole.
-        source: The rows that they were fitted to; "" if they were not.
+        least_tokens: Of the rows that they were fitted to.
+        source: Those rows.
     """
 
     clocks_us: float = 1650.0
@@ -61,12 +62,26 @@ class Constants:
     fixed_us: float = 2.05
     cluster_us: float = 0.29
     total_norm: float = 4.6
+    least_tokens: int = 1
     source: str = "benchmarks/results/h200/spmm_nm_candidates.jsonl"
 
 
-#: By bits of an entry. Those of 8 are not fitted yet: they are those of 16, and a guess of how long
-#: a warpgroup waits for its products.
-FITTED = {16: Constants(), 8: Constants(promote_clocks=100.0, source="")}
+#: By bits of an entry. What decides below 256 tokens is in 8 bits that of 16.
+FITTED = {
+    16: Constants(),
+    8: Constants(
+        tensor_share=0.671,
+        l2_bytes=69.1,
+        unit_norm=9.0,
+        tile_clocks=2184.0,
+        piece_clocks=7.7,
+        promote_clocks=157.0,
+        cluster_us=0.187,
+        total_norm=3.52,
+        least_tokens=256,
+        source="benchmarks/results/h200/spmm_nm_scaled_candidates.jsonl",
+    ),
+}
 
 
 @dataclass(frozen=True)

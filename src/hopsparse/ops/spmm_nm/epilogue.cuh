@@ -64,33 +64,53 @@ __device__ __forceinline__ float finish(typename C::Total sum, const RowTerms& r
   return activate<C::kActivation>(v + row.bias);
 }
 
-// Where this thread's sums of one panel of a tile lie in y, and the terms of its two rows.
+// What the sums of a tile are multiplied by and what is added to them, but for a residual. Loaded
+// before the sums are computed: between them and y, every piece of a panel would wait for L2.
 template <class C>
-struct PanelAt {
-  int out0, token0;
-  RowTerms terms[2];
+struct Terms {
+  RowTerms rows[C::kPanels][2];
+  float tokens[(C::kTokens + 31) / 32];  // scales: 32 tokens' in a register of a warp
 
-  __device__ __forceinline__ PanelAt(const Args& args, Origin from, u32 wg, int panel) {
-    out0 = (from.panel + wg * C::kPanels + panel) * 64;
-    token0 = from.token;
+  __device__ __forceinline__ Terms(const Args& args, Origin from, int panel0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool exists = row(i) < args.out;
-      terms[i].scale = args.alpha;
-      if (args.bias != nullptr && exists) {
-        terms[i].bias = load_value<C::kBias>(args.bias, row(i));
+    for (int i = 0; i < 2 * C::kPanels; ++i) {
+      const int row = (panel0 + i / 2) * 64 + row_of_panel(i % 2);
+      RowTerms& of_row = rows[i / 2][i % 2];
+      of_row.scale = args.alpha;
+      if (args.bias != nullptr && row < args.out) {
+        of_row.bias = load_value<C::kBias>(args.bias, row);
       }
       if constexpr (C::kScaled && !C::kGrouped) {
         const float* scales = static_cast<const float*>(args.w_scale);
-        if (exists) terms[i].scale *= scales[row(i) * args.w_groups];
+        if (row < args.out) of_row.scale *= scales[row * args.w_groups];
+      }
+    }
+    if constexpr (C::kScaled) {
+      const int first = from.token + threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < C::kTokens; i += 32) {
+        const long long token = min(first + i, args.tokens - 1);
+        tokens[i / 32] = args.x_scale[token * args.x_scale_step];
       }
     }
   }
-  // The scale of this thread's first or second token among 8 of the tile.
-  __device__ __forceinline__ float token_scale(const Args& args, int of_tile) const {
+  // The scale of this thread's first or second token among 8 of the tile; all lanes ask at a time.
+  __device__ __forceinline__ float token(int of_tile) const {
     if constexpr (!C::kScaled) return 1.0f;
-    const int token = min(column() + of_tile, args.tokens - 1);
-    return args.x_scale[(long long)token * args.x_scale_step];
+    return __shfl_sync(~0u, tokens[of_tile / 32], of_tile % 32 + threadIdx.x % 4 * 2);
+  }
+};
+
+// Where this thread's sums of one panel of a tile lie in y, and their terms.
+template <class C>
+struct PanelAt {
+  const Terms<C>& terms;
+  int panel, out0, token0;
+
+  __device__ __forceinline__ PanelAt(const Terms<C>& of_tile, Origin from, int panel0, int panel)
+      : terms(of_tile), panel(panel), out0((panel0 + panel) * 64), token0(from.token) {}
+  __device__ __forceinline__ const RowTerms& of_row(int half) const {
+    return terms.rows[panel][half];
   }
   // Where the panel starts in a row of y.
   __device__ __forceinline__ int first() const { return out0 / C::kFold; }
@@ -101,15 +121,15 @@ struct PanelAt {
 // The words of piece `s`, in the order in which stmatrix takes them: 16 tokens x 16 rows a four.
 // With a residual they hold its words before.
 template <class C>
-__device__ __forceinline__ void pack_piece(const Args& args, typename C::Total (&d)[C::kTokens / 2],
+__device__ __forceinline__ void pack_piece(typename C::Total (&d)[C::kTokens / 2],
                                            const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kWords; ++i) {
     const int sum = s * Pieces<C>::kSums + (i / 2 * 4) + i % 2 * 2;
     const int token = s * C::kStoreTokens + i / 2 * 8;
-    float low = finish<C>(d[sum], at.terms[i % 2], at.token_scale(args, token));
-    float high = finish<C>(d[sum + 1], at.terms[i % 2], at.token_scale(args, token + 1));
+    float low = finish<C>(d[sum], at.of_row(i % 2), at.terms.token(token));
+    float high = finish<C>(d[sum + 1], at.of_row(i % 2), at.terms.token(token + 1));
     if constexpr (C::kResidual) {
       low += unpack<C::kOut>(words[i]);
       high += unpack<C::kOut>(words[i] >> 16);
@@ -120,25 +140,23 @@ __device__ __forceinline__ void pack_piece(const Args& args, typename C::Total (
 
 // The same where rows of gate and of up meet in one: eight of gate, then eight of up.
 template <class C>
-__device__ __forceinline__ float gate(const Args& args, const typename C::Total* sums,
-                                      const PanelAt<C>& at, int token) {
-  const float scale = at.token_scale(args, token);
-  float up = static_cast<float>(sums[2]) * at.terms[1].scale;
-  if constexpr (C::kScaled) up *= scale;
-  return finish<C>(sums[0], at.terms[0], scale) * (up + at.terms[1].bias);
+__device__ __forceinline__ float gate(const typename C::Total* sums, const PanelAt<C>& at,
+                                      float token_scale) {
+  float up = static_cast<float>(sums[2]) * at.of_row(1).scale;
+  if constexpr (C::kScaled) up *= token_scale;
+  return finish<C>(sums[0], at.of_row(0), token_scale) * (up + at.of_row(1).bias);
 }
 
 template <class C>
-__device__ __forceinline__ void pack_gated_piece(const Args& args,
-                                                 typename C::Total (&d)[C::kTokens / 2],
+__device__ __forceinline__ void pack_gated_piece(typename C::Total (&d)[C::kTokens / 2],
                                                  const PanelAt<C>& at, int s, u32* words) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kWords; ++i) {
     const auto* sums = &d[s * Pieces<C>::kSums + i * 4];
     const int token = s * C::kStoreTokens + i * 8;
-    words[i] =
-        pack<C::kOut>(gate<C>(args, sums, at, token), gate<C>(args, sums + 1, at, token + 1));
+    words[i] = pack<C::kOut>(gate<C>(sums, at, at.terms.token(token)),
+                             gate<C>(sums + 1, at, at.terms.token(token + 1)));
   }
 }
 
@@ -154,9 +172,9 @@ __device__ __forceinline__ void pack_codes(const Args& args, typename C::Total (
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       const auto* sums = &d[s * Pieces<C>::kSums + i * 4 + t];
-      const float scale = at.token_scale(args, s * C::kStoreTokens + i * 8 + t);
-      const float first = finish<C>(sums[0], at.terms[0], scale) * args.out_multiplier;
-      const float second = finish<C>(sums[2], at.terms[1], scale) * args.out_multiplier;
+      const float scale = at.terms.token(s * C::kStoreTokens + i * 8 + t);
+      const float first = finish<C>(sums[0], at.of_row(0), scale) * args.out_multiplier;
+      const float second = finish<C>(sums[2], at.of_row(1), scale) * args.out_multiplier;
       words[i] |= code_pair<C::kOut>(first, second) << 16 * t;
     }
   }
@@ -170,18 +188,21 @@ __device__ __forceinline__ void put_gated_codes(const Args& args,
                                                 const PanelAt<C>& at, int s, u32 buffer) {
   settle(d, s * Pieces<C>::kSums, Pieces<C>::kSums);
   const u32 lane = threadIdx.x % 32, out = threadIdx.x % 128 / 32 * 8 + lane / 4;
+  u32 place[2];
+#pragma unroll
+  for (u32 t = 0; t < 2; ++t) {
+    const u32 row = lane % 4 * 2 + t;
+    place[t] = buffer + row * 128 + (out / 16 ^ row) * 16 + out % 16;
+  }
 #pragma unroll
   for (int i = 0; i < C::kStoreTokens / 8; ++i) {
     const auto* sums = &d[s * Pieces<C>::kSums + i * 4];
     const int token = s * C::kStoreTokens + i * 8;
-    const float first = gate<C>(args, sums, at, token) * args.out_multiplier;
-    const float second = gate<C>(args, sums + 1, at, token + 1) * args.out_multiplier;
-    const u32 codes = code_pair<C::kOut>(first, second), row = i * 8 + lane % 4 * 2;
+    const float first = gate<C>(sums, at, at.terms.token(token)) * args.out_multiplier;
+    const float second = gate<C>(sums + 1, at, at.terms.token(token + 1)) * args.out_multiplier;
+    const u32 codes = code_pair<C::kOut>(first, second);
 #pragma unroll
-    for (u32 t = 0; t < 2; ++t) {
-      const u32 chunk = (out / 16) ^ (row + t) % 8;
-      store_shared_u8(buffer + (row + t) * 128 + chunk * 16 + out % 16, codes >> 8 * t);
-    }
+    for (int t = 0; t < 2; ++t) store_shared_u8(place[t] + i * 1024, codes >> 8 * t);
   }
 }
 
@@ -286,7 +307,7 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
   const int left = args.tokens - at.column();
 #pragma unroll
   for (int half = 0; half < 2 / C::kFold; ++half) {
-    if (at.row(half) >= args.out) continue;
+    const int fewer = at.row(half) < args.out ? left : 0;
     const int width = args.out / C::kFold;
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const int out = C::kFold == 2 ? at.first() + warp * 8 + lane / 4 : at.row(half);
@@ -294,16 +315,17 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
 #pragma unroll
     for (int i = 0; i < C::kTokens / 4; ++i) {
       const int token = i / 2 * 8 + i % 2;
-      if (token < left) {
+      const float scale = at.terms.token(token);
+      if (token < fewer) {
         const typename C::Total sum = d[i / 2 * 4 + half * 2 + i % 2];
         if constexpr (C::kOut == Type::s32) {
           static_cast<int*>(args.y)[place] = sum;
         } else {
           float v;
           if constexpr (C::kFold == 2) {
-            v = gate<C>(args, &d[i / 2 * 4 + i % 2], at, token);
+            v = gate<C>(&d[i / 2 * 4 + i % 2], at, scale);
           } else {
-            v = finish<C>(sum, at.terms[half], at.token_scale(args, token));
+            v = finish<C>(sum, at.of_row(half), scale);
           }
           if constexpr (C::kResidual) v += load_value<C::kOut>(args.residual, place);
           if constexpr (kCodes<C>) v *= args.out_multiplier;
@@ -317,10 +339,11 @@ __device__ __forceinline__ void store_panel_directly(const Args& args,
 
 template <class C>
 __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 smem, u32 wg,
-                                           u32& turn, Origin from) {
+                                           u32& turn, Origin from, const Terms<C>& terms) {
+  const int panel0 = from.panel + wg * C::kPanels;
 #pragma unroll
   for (int p = 0; p < C::kPanels; ++p) {
-    const PanelAt<C> at(args, from, wg, p);
+    const PanelAt<C> at(terms, from, panel0, p);
     if constexpr (C::kDirect) {
       store_panel_directly<C>(args, d[p], at);
     } else {
@@ -337,11 +360,11 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
                             words);
         }
         if constexpr (C::kFold == 2) {
-          pack_gated_piece<C>(args, d[p], at, s, words);
+          pack_gated_piece<C>(d[p], at, s, words);
         } else if constexpr (kCodes<C>) {
           pack_codes<C>(args, d[p], at, s, words);
         } else {
-          pack_piece<C>(args, d[p], at, s, words);
+          pack_piece<C>(d[p], at, s, words);
         }
         write_words<C>(words, piece_address<C>(smem, wg, turn));
         send_piece<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens);

@@ -131,8 +131,9 @@ class Explanation:
                 "the cost model has the memory of a whole H200: here it predicts too little where "
                 "bytes decide"
             )
-        if not FITTED[self.chosen.config.bits].source:
-            found.append("the cost model of 8 bits has the constants of 16: nothing was fitted yet")
+        least = FITTED[self.chosen.config.bits].least_tokens
+        if self.problem.tokens < least:
+            found.append(f"the cost model of 8 bits was fitted to {least} tokens and more")
         if self.sums in ("fast", "grouped"):
             found.append(
                 f"no layer has {self.sums} sums: it is calls of spmm_nm_scaled that run this"

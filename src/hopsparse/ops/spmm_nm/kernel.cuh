@@ -408,6 +408,7 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
     const Origin from = origin_of<C>(args, index, at);
     Sums<C> d;
     const int panel0 = from.panel + wg * C::kPanels, first_stage = at.part * args.stages_of_k;
+    const Terms<C> terms(args, from, panel0);
     if constexpr (C::kPromoted) {
       sum_promoted<C>(args, d, smem, wg, ring, freed, panel0, first_stage);
     } else {
@@ -417,7 +418,7 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
       add_parts<C>(d, smem, wg, at);
       if (at.part > 0) return;
     }
-    store_tile<C>(args, d, smem, wg, turn, from);
+    store_tile<C>(args, d, smem, wg, turn, from, terms);
   }
 }
 

@@ -64,9 +64,12 @@ CANDIDATES: tuple[Config, ...] = (
     _tile(2, 2, 128, 1, (1, 2)),
     _tile(2, 2, 128, 1),
     _tile(3, 1, 192, 1, (2, 1)),
+    _tile(2, 1, 192, 1, (1, 2)),
     _tile(3, 1, 128, 1, (1, 2)),
+    _tile(3, 1, 96, 1, (1, 2)),
     _tile(2, 1, 128, 2, (1, 2)),
     _tile(2, 1, 128, 2),
+    _tile(2, 1, 96, 2, (2, 1)),
     _tile(2, 1, 64, 2, (1, 2)),
     _tile(2, 1, 64, 2),
     _tile(1, 1, 64, 2, (1, 2)),
@@ -260,17 +263,21 @@ def _four_bit_specs() -> list[KernelSpec]:
 def eight_bit(numbers: Numbers, activation: str = "none") -> tuple[Config, ...]:
     """Every tile that an 8-bit product considers.
 
-    Sums that leave the tensor cores stage by stage need registers twice, and all need twice the
-    index words of 16 bits: 128 tokens at most for one panel a warpgroup, else 256. Where stages
-    have scales, one is a group of 128 columns. Results of gate and up leave 32 tokens at a time.
+    Sums that leave the tensor cores stage by stage need registers twice: 128 tokens at most for one
+    panel a warpgroup. So many registers are left to those of x of 4 bits that it is 256. Of three
+    warpgroups whose sums leave, none was the fastest in a problem measured. Where
+    stages have scales, one is a group of 128 columns. Results of gate and up leave 32 tokens at a
+    time.
 
     Args:
         numbers: Dtypes, and how sums are taken.
         activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
     """
     twice = numbers.promoted or numbers.grouped
-    most = 128 if twice else 256  # sums of a thread, at two columns each
+    # Sums of a thread, at two columns each.
+    most = 128 if twice else 256 if numbers.x == "int4" else 384
     fits = [c for c in CANDIDATES if c.panels * c.tokens <= most]
+    fits = [c for c in fits if not twice or c.warpgroups < 3]
     fits = [c for c in fits if c.store_tokens % (16 * fold_of(activation)) == 0]
     units = [1 if numbers.grouped else config.units for config in fits]
     made = (replace(c, units=n, stages=2, bits=8) for c, n in zip(fits, units, strict=True))
