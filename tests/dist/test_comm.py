@@ -106,6 +106,18 @@ def test_buckets_do_not_matter(ranks: int) -> None:
     assert one[0]["counters"]["values"] == many[0]["counters"]["values"]
 
 
+def test_channels_last_keep_their_places() -> None:
+    """Sums of small integers are exact."""
+    found = on_ranks(comm_ranks.channels_last, 2)
+    expected = torch.zeros(8, 6, 3, 3)
+    for rank in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randint(-2, 3, (2, 6, 5, 5), generator=generator).float()
+        for row, column in itertools.product(range(3), range(3)):
+            expected[:, :, row, column] += x[:, :, row : row + 3, column : column + 3].sum((0, 2, 3))
+    assert all(equal(each, expected / 2) for each in found)
+
+
 @pytest.mark.parametrize("remainder", ["int4", "sign"])
 def test_what_has_no_gradient_does_not_move(remainder: str) -> None:
     """Adam would make a step of anything that is not zero."""

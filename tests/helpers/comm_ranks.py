@@ -115,6 +115,20 @@ def trained(
     return {**dict(model.named_parameters()), "counters": state.counters.facts()}
 
 
+def channels_last(rank: int) -> Tensor:
+    """A gradient in the order of its parameter, which is not that of its dimensions."""
+    torch.manual_seed(1)
+    model = nn.Conv2d(6, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    register(ddp, HybridState())
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-2, 3, (2, 6, 5, 5), generator=generator).float()
+    ddp(x).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_contiguous()
+    return model.weight.grad.contiguous()
+
+
 def mismatched(rank: int, options: list[dict[str, Any]]) -> None:
     """Each rank has options of its own."""
     trained(rank, options[rank], 1.0, 2)

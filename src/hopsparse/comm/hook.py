@@ -42,8 +42,9 @@ def hybrid_hook(
         >>> dist.destroy_process_group()
     """
     parameters = bucket.parameters()
-    names = state.names(parameters)
-    parts = [Part(*pair) for pair in zip(names, bucket.gradients(), strict=True)]
+    # The buffer and not its views, which have the strides of parameters: channels last, say.
+    pieces = bucket.buffer().split([each.numel() for each in parameters])
+    parts = [Part(*pair) for pair in zip(state.names(parameters), pieces, strict=True)]
     average(state, parts, group_or_world(state.group), parameters)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
