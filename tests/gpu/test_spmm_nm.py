@@ -233,8 +233,6 @@ def mlp(device: torch.device) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-# torch's own import of its mkldnn module warns.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_compiles_to_one_graph_for_any_number_of_tokens(device: torch.device) -> None:
     model = mlp(device)
     graphs = []

@@ -263,8 +263,6 @@ def test_gradients_and_autocast_where_dense_won(
     assert launched == [TOKENS]
 
 
-# torch's own import of its mkldnn module warns.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.usefixtures("dense_won")
 def test_a_compiled_layer_is_one_graph_of_the_operator_where_dense_won(
     layer: SparseLinear, device: torch.device

@@ -14,8 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hopsparse.errors import FormatError
-from hopsparse.formats import NM, NMPattern, packed_k, parse_pattern, window_columns
+from hopsparse.errors import ArgumentError, FormatError
+from hopsparse.formats import (
+    NM,
+    NMPattern,
+    packed_k,
+    parse_pattern,
+    stack_rows,
+    window_columns,
+)
 from hopsparse.formats._windows import window_table
 from tests.helpers import matrices as mk
 
@@ -312,3 +319,36 @@ def test_packing_does_not_follow_the_default_device() -> None:
     with torch.device("meta"):
         packed = NM.from_dense(dense, NMPattern(4, 6))
         assert torch.equal(packed.to_dense(), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32], ids=str)
+@pytest.mark.parametrize("text", ["2:4", "6:8"])
+@pytest.mark.parametrize("rows", [(64,), (64, 192, 64), (128, 70)], ids=str)
+def test_stacked_weights_are_those_of_their_dense_stack(
+    rows: tuple[int, ...], text: str, dtype: torch.dtype
+) -> None:
+    pattern = parse_pattern(text)
+    assert isinstance(pattern, NMPattern)
+    dense = [mk.random_nm((each, 72), pattern, dtype, seed=each) for each in rows]
+    found = stack_rows([NM.from_dense(each, pattern) for each in dense])
+    right = NM.from_dense(torch.cat(dense), pattern)
+    assert (found.shape, found.pattern) == (right.shape, pattern)
+    assert torch.equal(mk.bits(found.values), mk.bits(right.values))
+    assert torch.equal(found.meta, right.meta)
+    found.validate()
+
+
+def test_weights_that_do_not_go_together_are_not_stacked() -> None:
+    w = NM.from_dense(torch.zeros(64, 8))
+    others = {
+        "64 columns|8 columns": NM.from_dense(torch.zeros(64, 64)),
+        "bfloat16": NM.from_dense(torch.zeros(64, 8).bfloat16()),
+        "1:4": NM.from_dense(torch.zeros(64, 8), "1:4"),
+    }
+    for words, other in others.items():
+        with pytest.raises(ArgumentError, match=f"weight 1 of .*({words})"):
+            stack_rows([w, other])
+    with pytest.raises(ArgumentError, match="weight 0 with 65 rows"):
+        stack_rows([NM.from_dense(torch.zeros(65, 8)), w])
+    with pytest.raises(ArgumentError, match="no weights"):
+        stack_rows([])

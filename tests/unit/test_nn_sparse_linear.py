@@ -214,7 +214,6 @@ class TestDecodedWeight:
         assert "values" in layer.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
 def test_compiles_to_one_graph_for_any_number_of_tokens(fmt: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend

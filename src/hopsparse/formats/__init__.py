@@ -22,6 +22,7 @@ from .facts import restore_matrix as restore_matrix
 from .hyb import HYB as HYB
 from .nm import NM as NM
 from .nm import packed_k as packed_k
+from .nm import stack_rows as stack_rows
 from .nm import window_columns as window_columns
 from .pattern import BlockPattern as BlockPattern
 from .pattern import NMPattern as NMPattern

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import FormatError
+from ..errors import ArgumentError, FormatError
 from . import _panels
 from ._base import (
     Attribute,
@@ -234,6 +234,48 @@ def full_group_error(pattern: NMPattern, row: int, group: int, count: int) -> Fo
         need=f"at most {pattern.n} in every {pattern.m} columns ({pattern})",
         hint=f"hopsparse.prune.magnitude(weight, NMPattern({pattern.n}, {pattern.m})) first",
     )
+
+
+def stack_rows(weights: Sequence[NM]) -> NM:
+    """Packed matrices one below the other, as one: nothing is decoded.
+
+    Products that share their inputs become one: q, k and v; gate and up. The rows of the result are
+    split where the weights were.
+
+    Args:
+        weights: [rows, cols] each, of as many columns, one pattern, dtype and device. All but the
+            last have a multiple of 64 rows.
+
+    Returns:
+        [sum of rows, cols].
+
+    Raises:
+        ArgumentError: There are none, they do not go together, or rows of one end inside a panel.
+
+    Example:
+        >>> a, b = torch.eye(64, 4), 2 * torch.eye(8, 4)
+        >>> stack_rows([NM.from_dense(a), NM.from_dense(b)]).to_dense()[[0, 64], 0].tolist()
+        [1.0, 2.0]
+    """
+    if not weights:
+        raise ArgumentError("no weights to stack", need="one or more", hint="[w]")
+    first, whole = weights[0], _panels.PANEL_ROWS
+    for place, each in enumerate(weights):
+        facts = [(w.shape[1], w.pattern, w.dtype, w.device) for w in (first, each)]
+        if facts[0] != facts[1]:
+            told = ["{} columns, {}, {}, {}".format(*each) for each in facts]
+            raise ArgumentError(
+                f"weight {place} of {told[1]}", need=told[0], hint="weights that share their inputs"
+            )
+        if place + 1 < len(weights) and each.shape[0] % whole:
+            raise ArgumentError(
+                f"weight {place} with {each.shape[0]} rows",
+                need=f"a multiple of {whole}, or the last place",
+                hint=f"the weight padded with zeros to a multiple of {whole} rows",
+            )
+    rows = sum(each.shape[0] for each in weights)
+    values, meta = (torch.cat([getattr(each, part) for each in weights]) for part in NM.PARTS)
+    return NM((rows, first.shape[1]), values, meta, first.pattern)
 
 
 def packed_k(cols: int, pattern: NMPattern) -> int:

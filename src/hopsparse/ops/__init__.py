@@ -15,6 +15,7 @@ from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
+from .spmm_nm.experts.op import spmm_nm_experts
 from .spmm_nm.int4.op import spmm_nm_int4
 from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
@@ -37,6 +38,7 @@ __all__ = [
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",
+    "spmm_nm_experts",
     "spmm_nm_int4",
     "spmm_nm_scaled",
 ]

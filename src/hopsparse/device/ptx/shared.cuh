@@ -33,6 +33,10 @@ __device__ __forceinline__ uint4 load_shared_x4(u32 address) {
   return words;
 }
 
+__device__ __forceinline__ void store_shared_u32(u32 address, u32 word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u8(u32 address, u32 byte) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(byte) : "memory");
 }

@@ -28,6 +28,9 @@ from ...launch import (
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
+from .facts import Epilogue as Epilogue
+from .facts import Experts
+from .facts import Scales as Scales
 from .kernel import (
     MAP_BYTES,
     PANEL,
@@ -41,7 +44,7 @@ from .kernel import (
 )
 from .plan import Problem, choose
 
-_RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
+RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
 _LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -56,43 +59,7 @@ ELEMENTS = {
 _BOUND = KnownLaunches()
 
 
-@dataclass(frozen=True)
-class Epilogue:
-    """What happens to a sum before it is stored; what a kernel is compiled for.
-
-    Attributes:
-        out_dtype: Dtype of y.
-        activation: One of `kernel.ACTIVATIONS`.
-        has_residual: Whether something is added at the end.
-    """
-
-    out_dtype: torch.dtype
-    activation: str = "none"
-    has_residual: bool = False
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Of an 8-bit product: where they lie, and how they are laid out.
-
-    Attributes:
-        w: Address of float32 [out, groups].
-        x: Address of float32 [tokens] or [1].
-        groups: Scales of a row of w.
-        x_step: 1 where each token has its own, else 0.
-        out_multiplier: Of a result in 8 bits.
-        w_shift: 2 to it columns share a scale of w of 4 bits.
-    """
-
-    w: int = 0
-    x: int = 0
-    groups: int = 1
-    x_step: int = 0
-    out_multiplier: float = 1.0
-    w_shift: int = 0
-
-
-_NO_SCALES = Scales()
+_NO_SCALES, _NO_EXPERTS = Scales(), Experts()
 
 
 @dataclass(frozen=True)
@@ -141,6 +108,7 @@ class Launch:
         added: tuple[int, int],
         alpha: float,
         scales: Scales = _NO_SCALES,
+        experts: Experts = _NO_EXPERTS,
     ) -> Bound:
         """The launch with its arguments.
 
@@ -151,6 +119,7 @@ class Launch:
             added: Addresses of bias and residual, 0 where there is none.
             alpha: What the sum is multiplied by.
             scales: Of an 8-bit product.
+            experts: Of a product with several weights.
 
         Raises:
             ArgumentError: alpha is no number, or a part of the weight does not start on 16 bytes.
@@ -170,8 +139,8 @@ class Launch:
         # Beyond float32 it is infinite, as on the CPU.
         factors = [ctypes.c_float(each).value for each in (alpha, scales.out_multiplier)]
         codes = (x, row, -(-self.problem.k // 32) * 16) if self.element is None else (0, 0, 0)
-        pointers = (y, *added, scales.w, scales.x, codes[0])
-        layout = (scales.groups, scales.x_step, *codes[1:], scales.w_shift)
+        pointers = (y, *added, scales.w, scales.x, codes[0], experts.ends)
+        layout = (scales.groups, scales.x_step, *codes[1:], scales.w_shift, experts.count)
         scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout)
         maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
         return self.kernel.bind(self.grid, b"".join((*maps, scalars)), stream)
@@ -283,7 +252,7 @@ def planned(
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
     out_tiles = ceil(ceil(problem.out / config.out) / config.cluster_out)
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
-    group = max(1, _RASTER_TOKENS // (config.tokens * config.cluster_tokens))
+    group = max(1, RASTER_TOKENS // (config.tokens * config.cluster_tokens))
     group = min(group, token_tiles)  # times out_tiles it must stay in 32 bits
     # A cluster that shares a tile has this one only; all others walk over tiles.
     clusters = out_tiles * token_tiles

@@ -75,14 +75,13 @@ struct Terms {
 #pragma unroll
     for (int i = 0; i < 2 * C::kPanels; ++i) {
       const int row = (panel0 + i / 2) * 64 + row_of_panel(i % 2);
+      const bool exists = row - from.expert_panel * 64 < args.out;
       RowTerms& of_row = rows[i / 2][i % 2];
       of_row.scale = args.alpha;
-      if (args.bias != nullptr && row < args.out) {
-        of_row.bias = load_value<C::kBias>(args.bias, row);
-      }
+      if (args.bias != nullptr && exists) of_row.bias = load_value<C::kBias>(args.bias, row);
       if constexpr (C::kScaled && !C::kGrouped) {
         const float* scales = static_cast<const float*>(args.w_scale);
-        if (row < args.out) of_row.scale *= scales[row * args.w_groups];
+        if (exists) of_row.scale *= scales[row * args.w_groups];
       }
     }
     if constexpr (C::kScaled) {
@@ -105,10 +104,18 @@ struct Terms {
 template <class C>
 struct PanelAt {
   const Terms<C>& terms;
-  int panel, out0, token0;
+  int panel, out0, token0, expert_end;
 
   __device__ __forceinline__ PanelAt(const Terms<C>& of_tile, Origin from, int panel0, int panel)
-      : terms(of_tile), panel(panel), out0((panel0 + panel) * 64), token0(from.token) {}
+      : terms(of_tile),
+        panel(panel),
+        out0((panel0 - from.expert_panel + panel) * 64),
+        token0(from.token),
+        expert_end(from.end) {}
+  // One past the last token that may be written. Read again without experts: a register less.
+  __device__ __forceinline__ int end(const Args& args) const {
+    return C::kExperts ? expert_end : args.tokens;
+  }
   __device__ __forceinline__ const RowTerms& of_row(int half) const {
     return terms.rows[panel][half];
   }
@@ -249,13 +256,15 @@ struct Line {
   u32 shared;
   bool exists;
 
-  __device__ __forceinline__ Line(const Args& args, u32 buffer, int first, int token0, int i) {
+  __device__ __forceinline__ Line(const Args& args, u32 buffer, const PanelAt<C>& panel, int s,
+                                  int i) {
     constexpr int kChunks = Pieces<C>::kChunks, kBytes = Pieces<C>::kBytes, kOfChunk = 16 / kBytes;
     const int chunk = threadIdx.x % kChunks;
     const int row = threadIdx.x % 128 / kChunks + i * Pieces<C>::kLines;
-    const int width = args.out / C::kFold;
-    at = ((long long)(token0 + row) * width + first) * kBytes + chunk * 16;
-    exists = token0 + row < args.tokens && first + chunk * kOfChunk < width;
+    const int width = args.out / C::kFold, first = panel.first();
+    const int token = panel.token0 + s * C::kStoreTokens + row;
+    at = ((long long)token * width + first) * kBytes + chunk * 16;
+    exists = token < panel.end(args) && first + chunk * kOfChunk < width;
     int line = row;
     if constexpr (Pieces<C>::kLines > C::kStoreTokens) {
       // Narrow lines are fewer than there are threads for: the others read what is there.
@@ -267,13 +276,13 @@ struct Line {
 };
 
 template <class C>
-__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn, int first,
-                                           int token0) {
+__device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u32& turn,
+                                           const PanelAt<C>& at, int s) {
   named_barrier<128>(1 + wg);
   const u32 buffer = piece_buffer<C>(smem, wg, turn++);
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kRounds; ++i) {
-    const Line<C> line(args, buffer, first, token0, i);
+    const Line<C> line(args, buffer, at, s, i);
     uint4 words = load_shared_x4(line.shared);
     if constexpr (kCodes<C> && C::kFold == 1) words = in_order(words);
     if (line.exists) *reinterpret_cast<uint4*>(static_cast<u8*>(args.y) + line.at) = words;
@@ -283,12 +292,12 @@ __device__ __forceinline__ void send_piece(const Args& args, u32 smem, u32 wg, u
 // The words of the residual where a piece will be written, by the way back.
 template <class C>
 __device__ __forceinline__ void fetch_residual(const Args& args, u32 smem, u32 wg, u32 turn,
-                                               int first, int token0, u32* words) {
+                                               const PanelAt<C>& at, int s, u32* words) {
   const u8* residual = static_cast<const u8*>(args.residual);
   const u32 buffer = piece_buffer<C>(smem, wg, turn), address = piece_address<C>(smem, wg, turn);
 #pragma unroll
   for (int i = 0; i < Pieces<C>::kRounds; ++i) {
-    const Line<C> line(args, buffer, first, token0, i);
+    const Line<C> line(args, buffer, at, s, i);
     uint4 found = {0, 0, 0, 0};
     if (line.exists) found = *reinterpret_cast<const uint4*>(residual + line.at);
     store_shared_x4(line.shared, found);
@@ -304,7 +313,7 @@ template <class C>
 __device__ __forceinline__ void store_panel_directly(const Args& args,
                                                      const typename C::Total (&d)[C::kTokens / 2],
                                                      const PanelAt<C>& at) {
-  const int left = args.tokens - at.column();
+  const int left = at.end(args) - at.column();
 #pragma unroll
   for (int half = 0; half < 2 / C::kFold; ++half) {
     const int fewer = at.row(half) < args.out ? left : 0;
@@ -351,13 +360,12 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
       for (int s = 0; s < Pieces<C>::kOfPanel; ++s) {
         if constexpr (C::kFold == 2 && kCodes<C>) {
           put_gated_codes<C>(args, d[p], at, s, piece_buffer<C>(smem, wg, turn));
-          send_piece<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens);
+          send_piece<C>(args, smem, wg, turn, at, s);
           continue;
         }
         u32 words[Pieces<C>::kWords];
         if constexpr (C::kResidual) {
-          fetch_residual<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens,
-                            words);
+          fetch_residual<C>(args, smem, wg, turn, at, s, words);
         }
         if constexpr (C::kFold == 2) {
           pack_gated_piece<C>(d[p], at, s, words);
@@ -367,7 +375,7 @@ __device__ __forceinline__ void store_tile(const Args& args, Sums<C>& d, u32 sme
           pack_piece<C>(d[p], at, s, words);
         }
         write_words<C>(words, piece_address<C>(smem, wg, turn));
-        send_piece<C>(args, smem, wg, turn, at.first(), at.token0 + s * C::kStoreTokens);
+        send_piece<C>(args, smem, wg, turn, at, s);
       }
     }
   }

@@ -58,7 +58,7 @@ struct Cursor {
 
   __device__ __forceinline__ Cursor(const Args& args, Place<C> at)
       : index(blockIdx.x / kBlocks<C>) {
-    if (is_valid(args)) from = origin_of<C>(args, index, at);
+    if (is_valid(args)) from = origin_of<C>(args, 0, index, at);
   }
   __device__ __forceinline__ bool is_valid(const Args& args) const {
     return index < args.out_tiles * args.token_tiles;
@@ -67,7 +67,7 @@ struct Cursor {
     if (++k < args.stages_of_k) return;
     k = 0;
     index += gridDim.x / kBlocks<C>;
-    if (is_valid(args)) from = origin_of<C>(args, index, at);
+    if (is_valid(args)) from = origin_of<C>(args, 0, index, at);
   }
   __device__ __forceinline__ int unit(const Args& args, Place<C> at) const {
     return (at.part * args.stages_of_k + k) * C::kUnits;

@@ -10,6 +10,7 @@
 //   cluster    kClusterOut blocks share their tokens, kClusterTokens blocks their weights: each
 //              loads a slice and multicasts it; kClusterK blocks share a tile, each a part of k
 //   grid       persistent; tiles in the order of tile/raster.cuh
+//   experts    w may be several weights, one below the other; tokens are sorted by which they meet
 // Bound: tensor cores from some hundred tokens on, weight bytes below. Measured:
 // docs/ops/spmm_nm.md.
 
@@ -38,9 +39,10 @@ struct Args {
                          // bfloat16 [out, w_groups] if Config::kFourW
   const float* x_scale;  // [tokens], or [1] where x_scale_step is 0; read if Config::kScaled
   const u8* x_codes;     // [tokens, k / 2], rows x_pitch apart, if Config::kFourX
+  const int* ends;       // [experts], one past the last token of each, if Config::kExperts
   float alpha;
-  float out_multiplier;  // of y in 8 bits, before it is rounded
-  int tokens, out;
+  float out_multiplier;        // of y in 8 bits, before it is rounded
+  int tokens, out;             // the latter of one expert
   int stages_of_k;             // even: k in stages, rounded up; what lies past k is zero
   int out_tiles, token_tiles;  // in tiles of a cluster
   int raster_group;
@@ -48,12 +50,14 @@ struct Args {
   int w_groups, x_scale_step;
   int x_pitch, x_bytes;  // of x_codes: from row to row, and of a row, both multiples of 16
   int w_shift;           // 1 << w_shift columns share a scale, if Config::kFourW
+  int experts;
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
 
 constexpr u32 kWordBytes = 512;   // index words of 64 rows x 64 columns
 constexpr u32 kTokenBytes = 128;  // a unit of one token
+constexpr int kMostExperts = 256;
 
 template <class C>
 struct Smem {
@@ -72,7 +76,8 @@ struct Smem {
   static constexpr u32 kFullAt = kMetaAt + C::kStages * kMeta;
   static constexpr u32 kEmptyAt = kFullAt + C::kStages * 8;
   static constexpr u32 kPartsAt = kEmptyAt + C::kStages * 8;
-  static constexpr u32 kBytes = kPartsAt + (C::kClusterK > 1 ? 8 : 0);
+  static constexpr u32 kExpertsAt = kPartsAt + (C::kClusterK > 1 ? 8 : 0);
+  static constexpr u32 kBytes = kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0);
 
   // Sums of another block's part of k, where stages were.
   static constexpr u32 kPart = kPanels * 64 * C::kTokens * 4;
@@ -154,16 +159,36 @@ __device__ __forceinline__ void release(u32 address, u32 stage) {
 // way.
 struct Origin {
   int panel, token;
+  int expert_panel, end;  // where the rows of its expert start, and where its tokens end
 };
 
 template <class C>
-__device__ __forceinline__ Origin origin_of(const Args& args, int index, Place<C> at) {
-  const TileAt tile = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
+__device__ __forceinline__ Origin origin_in(const Args& args, TileAt tile, Place<C> at,
+                                            int expert_panel, int begin, int end) {
   const int panel = (tile.out * C::kClusterOut + at.out) * Smem<C>::kPanels;
-  const int token = (tile.tokens * C::kClusterTokens + at.tokens) * C::kTokens;
+  const int token = begin + (tile.tokens * C::kClusterTokens + at.tokens) * C::kTokens;
   const int panels = (args.out + 63) / 64;
-  return {min(panel, max(0, panels - Smem<C>::kPanels)),
-          min(token, max(0, args.tokens - C::kTokens))};
+  return {expert_panel + min(panel, max(0, panels - Smem<C>::kPanels)),
+          min(token, max(begin, end - C::kTokens)), expert_panel, end};
+}
+
+}  // namespace spmm_nm
+
+#include "./experts.cuh"
+
+namespace spmm_nm {
+
+template <class C>
+__device__ __forceinline__ int tiles_in_all(const Args& args, u32 smem) {
+  if constexpr (C::kExperts) return token_tiles_until<C>(smem, args.experts) * args.out_tiles;
+  return args.out_tiles * args.token_tiles;
+}
+
+template <class C>
+__device__ __forceinline__ Origin origin_of(const Args& args, u32 smem, int index, Place<C> at) {
+  if constexpr (C::kExperts) return origin_of_expert<C>(args, smem, index, at);
+  const TileAt tile = raster(index, args.out_tiles, args.token_tiles, args.raster_group);
+  return origin_in<C>(args, tile, at, 0, 0, args.tokens);
 }
 
 // One stage: this block's slice of what it shares, to all who share it, and its own indices. What
@@ -208,11 +233,11 @@ __device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> 
 
 template <class C>
 __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at) {
-  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks<C>;
+  const int tiles = tiles_in_all<C>(args, smem), step = gridDim.x / kBlocks<C>;
   Ring<C::kStages> ring;
   ring.parity = 1;  // of the phase before the first: every stage starts empty
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    const Origin from = origin_of<C>(args, index, at);
+    const Origin from = origin_of<C>(args, smem, index, at);
 #pragma unroll 1
     for (int k = 0; k < args.stages_of_k; ++k) {
       mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);
@@ -399,13 +424,13 @@ __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C>
 
 template <class C>
 __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at, u32 wg) {
-  const int tiles = args.out_tiles * args.token_tiles, step = gridDim.x / kBlocks<C>;
+  const int tiles = tiles_in_all<C>(args, smem), step = gridDim.x / kBlocks<C>;
   const u32 freed = release_address<C>(smem, at);
   C::declare();
   Ring<C::kStages> ring;
   u32 turn = 0;
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    const Origin from = origin_of<C>(args, index, at);
+    const Origin from = origin_of<C>(args, smem, index, at);
     Sums<C> d;
     const int panel0 = from.panel + wg * C::kPanels, first_stage = at.part * args.stages_of_k;
     const Terms<C> terms(args, from, panel0);
@@ -434,6 +459,10 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
     prefetch(args.meta);
   }
   init_barriers<C>(smem);
+  if constexpr (C::kExperts) {
+    count_tiles<C>(args, smem);
+    clear_what_nobody_has<C>(args);
+  }
   if constexpr (kCluster) {
     cluster_sync();
   } else {

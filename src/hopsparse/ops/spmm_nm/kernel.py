@@ -31,6 +31,8 @@ _LINE_BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _ACTIVATION = {SWIGLU: "silu"}
 _UNIT_BITS = 1024  # of a token: 64 columns of 16 bits, or 128 of 8
 _SMEM_BYTES = target("h200").smem_per_block
+#: Weights of one launch, at most; as kMostExperts of kernel.cuh.
+MOST_EXPERTS = 256
 _MOST_STAGES = 8
 # Of a thread that widens: pieces of 16 bytes of a stage and of the next, and the rest.
 _PIECE_REGISTERS, _WIDENING_REGISTERS = 4, 40
@@ -75,6 +77,7 @@ bytes of shared memory. Required: at most 232448. Try: stages=6.
     cluster_k: int = 1
     bits: int = 16
     four_bit_w: bool = field(default=False, kw_only=True)
+    experts: bool = field(default=False, kw_only=True)
 
     @property
     def cluster(self) -> int:
@@ -82,9 +85,10 @@ bytes of shared memory. Required: at most 232448. Try: stages=6.
         return self.cluster_out * self.cluster_tokens * self.cluster_k
 
     def __post_init__(self) -> None:
-        sizes = astuple(self)[:-1]
-        if type(self.four_bit_w) is not bool or any(type(n) is not int or n < 1 for n in sizes):
-            need = "positive whole numbers, and four_bit_w, True or False"
+        *sizes, four_bit_w, experts = astuple(self)
+        flags = type(four_bit_w) is type(experts) is bool
+        if not flags or any(type(n) is not int or n < 1 for n in sizes):
+            need = "positive whole numbers, and four_bit_w and experts, True or False"
             self._refuse("", need, "one of hopsparse.ops.spmm_nm.plan.CANDIDATES")
         warpgroup_registers(self.warpgroups)
         if self.bits not in (16, 8):
@@ -159,17 +163,22 @@ bytes of shared memory. Required: at most 232448. Try: stages=6.
     @property
     def most_stages(self) -> int:
         """Stages that shared memory holds, however many there are now."""
-        return (_SMEM_BYTES - self._store_bytes - 8) // (self.stage_bytes + 16)
+        rest = self._store_bytes + self._experts_bytes
+        return (_SMEM_BYTES - rest - 8) // (self.stage_bytes + 16)
 
     @property
     def _store_bytes(self) -> int:
         return 2 * self.warpgroups * self.store_tokens * 128
 
+    @property
+    def _experts_bytes(self) -> int:
+        return 4 * MOST_EXPERTS if self.experts else 0
+
     def smem_bytes(self, *, direct: bool = False) -> int:
         """Dynamic shared memory of a block."""
         parts = 8 if self.cluster_k > 1 else 0
         store = 0 if direct else self._store_bytes
-        return self.stages * (self.stage_bytes + 16) + store + parts
+        return self.stages * (self.stage_bytes + 16) + store + parts + self._experts_bytes
 
 
 def deepest(config: Config) -> Config:
@@ -183,10 +192,11 @@ def deepest(config: Config) -> Config:
 
 
 #: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x,
-#: x of 4 bits; alpha, multiplier of y; tokens, out, stages of k, tiles along out and tokens, raster
-#: group, rows of x; scales a row of w, step of those of x; pitch and bytes of a row of x of 4 bits;
-#: binary logarithm of columns that share a scale of w of 4 bits. It is as aligned as the maps.
-SCALARS = Struct("<6Q 2f 12i 24x")
+#: x of 4 bits, ends of experts; alpha, multiplier of y; tokens, out, stages of k, tiles along out
+#: and tokens, raster group, rows of x; scales a row of w, step of those of x; pitch and bytes of a
+#: row of x of 4 bits; binary logarithm of columns that share a scale of w of 4 bits; experts. It is
+#: as aligned as the maps.
+SCALARS = Struct("<7Q 2f 13i 12x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
@@ -272,7 +282,7 @@ def spec_of_numbers(
     words += [activation] if activation != "none" else []
     words += [numbers.out] if numbers.scaled or numbers.out != numbers.x else []
     words += [each for each in ("promoted", "grouped", "fine") if getattr(numbers, each)]
-    words += ["residual"] * residual + ["direct"] * direct
+    words += ["residual"] * residual + ["direct"] * direct + ["experts"] * config.experts
     spec = KernelSpec(
         op="spmm_nm",
         name=" ".join([numbers.kind, config.name, *words]),
@@ -332,6 +342,7 @@ struct Config {{
   static constexpr bool kFourX = {_cpp(numbers.x == "int4")};
   static constexpr bool kFourW = {_cpp(numbers.w == "int4")}, kFine = {_cpp(numbers.fine)};
   static constexpr bool kScaled = {_cpp(numbers.scaled)}, kGrouped = {_cpp(numbers.grouped)};
+  static constexpr bool kExperts = {_cpp(config.experts)};
   static constexpr bool kPromoted = {_cpp(numbers.promoted or numbers.grouped)};
   static constexpr int kFold = {fold_of(activation)};
   static constexpr Activation kActivation = Activation::{_ACTIVATION.get(activation, activation)};

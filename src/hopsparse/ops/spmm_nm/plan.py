@@ -207,7 +207,7 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
-    return specs + _eight_bit_specs() + _four_bit_specs()
+    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs()
 
 
 def _eight_bit_specs() -> list[KernelSpec]:
@@ -259,6 +259,18 @@ def _four_bit_specs() -> list[KernelSpec]:
     return specs
 
 
+def _experts_specs() -> list[KernelSpec]:
+    """Kernels with several weights."""
+    halves, plain = Numbers("bfloat16", "bfloat16", "bfloat16"), ("none", False, False)
+    specs = [spec_of_numbers(config, halves, *plain) for config in for_experts()]
+    first, *_, last = for_experts()
+    for config in (first, last):
+        specs.append(spec_of_numbers(config, Numbers("float16", "float16", "float16"), *plain))
+        specs.append(spec_of_numbers(config, halves, "silu", False, False))
+        specs.append(spec_of_numbers(config, replace(halves, out="float32"), "none", False, True))
+    return specs
+
+
 @cache
 def eight_bit(numbers: Numbers, activation: str = "none") -> tuple[Config, ...]:
     """Every tile that an 8-bit product considers.
@@ -303,4 +315,19 @@ def four_bit(numbers: Numbers) -> tuple[Config, ...]:
     fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
     fits = [c for c in fits if c.units % c.cluster_tokens == 0]
     made = (deepest(replace(config, stages=2, four_bit_w=True)) for config in fits)
+    return tuple(dict.fromkeys(made))
+
+
+@cache
+def for_experts() -> tuple[Config, ...]:
+    """Every tile that a launch with several weights considers: those of one, with room for a table.
+
+    None shares k: such a cluster has one tile, and the host knows of no number of tiles.
+
+    Example:
+        >>> all(each.cluster_k == 1 for each in for_experts())
+        True
+    """
+    whole = [config for config in CANDIDATES if config.cluster_k == 1]
+    made = (deepest(replace(config, stages=2, experts=True)) for config in whole)
     return tuple(dict.fromkeys(made))
