@@ -165,7 +165,7 @@ def test_replicas_that_differ_are_told() -> None:
 
 
 def test_a_rank_that_dies_is_noticed() -> None:
-    first, second, third = on_ranks(comm_ranks.dying, 3, timeout=10)
+    first, second, third = on_ranks(comm_ranks.dying, 3)
     assert second == KILLED
     assert isinstance(first, RuntimeError)
     assert isinstance(third, RuntimeError)

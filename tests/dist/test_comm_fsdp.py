@@ -38,7 +38,7 @@ def test_what_is_sent_whole_is_the_mean(replicas: int, shards: int) -> None:
     """Nothing is coded: FSDP's scaling and ours together must be one mean, within rounding."""
     ranks = max(replicas, 1) * shards
     found = on_ranks(
-        comm_fsdp.stepped, ranks, replicas, shards, {"dense_below": 10**9}, 2, timeout=60
+        comm_fsdp.stepped, ranks, replicas, shards, {"dense_below": 10**9}, 2
     )
     for step in range(2):
         own = [gradients_of(rank, step) for rank in range(ranks)]
@@ -51,12 +51,12 @@ def test_what_is_sent_whole_is_the_mean(replicas: int, shards: int) -> None:
                 assert equal(got, (own[0][name] + own[1][name]).flatten() / 2)
 
 
-@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+@pytest.mark.parametrize(("replicas", "shards"), [(0, 3), (2, 2)])
 @pytest.mark.parametrize("remainder", ["int4", None])
 def test_nothing_is_lost(replicas: int, shards: int, remainder: str | None) -> None:
     ranks = max(replicas, 1) * shards
     options = {"k": 0.05, "remainder": remainder, "every": 2, "dense_below": 50}
-    found = on_ranks(comm_fsdp.stepped, ranks, replicas, shards, options, 4, timeout=60)
+    found = on_ranks(comm_fsdp.stepped, ranks, replicas, shards, options, 4)
     replica = [found[first : first + shards] for first in range(0, ranks, shards)]
     for name, parameter in Uneven().named_parameters():
         given, out, size = (torch.zeros(parameter.numel(), dtype=torch.float64) for _ in range(3))
@@ -120,8 +120,8 @@ def test_other_meshes_take_it_over(
 ) -> None:
     """Shards are put together, replicas averaged, and cut anew."""
     old, new = (max(mesh[0], 1) * mesh[1] for mesh in (before, after))
-    kept = on_ranks(comm_fsdp.saved, old, *before, tmp_path, timeout=60)
-    found = on_ranks(comm_fsdp.loaded, new, *after, tmp_path, timeout=60)
+    kept = on_ranks(comm_fsdp.saved, old, *before, tmp_path)
+    found = on_ranks(comm_fsdp.loaded, new, *after, tmp_path)
     if before == after:
         assert all(equal(one[key], two[key]) for one, two in zip(kept, found, strict=True) for key in one)
         return

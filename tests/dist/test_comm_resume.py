@@ -19,7 +19,7 @@ def test_killed_and_resumed_is_uninterrupted_bit_by_bit(ranks: int, tmp_path: Pa
     """Rank 1 is killed two steps after the checkpoint; buckets are those of a first step again."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = on_ranks(comm_ranks.resumable, ranks, whole, 8, 3, -1, False)
-    died = on_ranks(comm_ranks.resumable, ranks, killed, 8, 3, 5, False, timeout=10)
+    died = on_ranks(comm_ranks.resumable, ranks, killed, 8, 3, 5, False)
     assert died[1] == KILLED
     assert isinstance(died[0], RuntimeError)
     found = on_ranks(comm_ranks.resumable, ranks, killed, 8, 3, -1, True)

@@ -27,7 +27,7 @@ _SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint",
 KILLED = "killed"
 
 
-def on_ranks(work: Callable[..., Any], ranks: int, *given: Any, timeout: float = 30) -> list[Any]:
+def on_ranks(work: Callable[..., Any], ranks: int, *given: Any, timeout: float = 60) -> list[Any]:
     """What `work(rank, *given)` gives on each rank: its result, or the exception that it raised.
 
     Args:
