@@ -35,6 +35,7 @@ from hopsparse.measure.codes import CodedWeight
 from hopsparse.measure.fault import named
 from hopsparse.measure.record import append, done, environment, read
 from hopsparse.measure.suite import read_suite
+from hopsparse.ops.spmm_nm.chooser import coded_us
 from hopsparse.ops.spmm_nm.cost import FITTED, Constants, predicted_us, suits
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, eight_bit
@@ -43,7 +44,6 @@ from hopsparse.ops.spmm_nm.scaled.plan import (
     SUMS,
     candidates_scaled,
     numbers_for,
-    scaled_us,
     sums_of,
 )
 from hopsparse.ops.spmm_nm.scaled.tuning import CodesLayer, Ready
@@ -99,7 +99,7 @@ class Kind:
         """By the cost model."""
         if self.numbers is None:
             return predicted_us(config, problem, SMS)
-        return scaled_us(config, problem, self.numbers, SMS)
+        return coded_us(config, problem, self.numbers, SMS)
 
     def near(self, problem: Problem, far: float) -> list[Config]:
         """Tiles that suit a problem, and are predicted to take at most `far` times the best."""

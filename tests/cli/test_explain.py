@@ -15,6 +15,14 @@ from rich.console import Console
 from hopsparse.cli.explain import _print, facts
 from hopsparse.ops.spmm_nm.cost import Problem, blocks_at_once, predicted_us
 from hopsparse.ops.spmm_nm.explain import explain, target_of
+from hopsparse.ops.spmm_nm.int4.explain import explain_int4
+from hopsparse.ops.spmm_nm.int4.plan import (
+    KINDS,
+    Kind,
+    candidates_int4,
+    int4_key,
+    int4_versions,
+)
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, DENSE, candidates, key_of, versions
 from hopsparse.ops.spmm_nm.scaled.explain import explain_scaled
@@ -187,6 +195,66 @@ def test_a_winner_of_codes_is_told_for_its_sums_alone(run_json: Callable[..., An
     assert (here.is_tuned, here.chosen.config) == (True, last)
 
 
+@pytest.mark.parametrize("kind", [Kind.parse(text) for text in KINDS], ids=KINDS)
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_weights_of_4_bits_have_their_own_tiles_floors_and_reasons(
+    kind: Kind, tokens: int, run_json: Callable[..., Any]
+) -> None:
+    words = ("--shape", "4096x4096", "--tokens", tokens, "--dtype", str(kind))
+    told = run_json("explain", *words)["planned"]
+    assert (told["dtype"], told["sums"], told["runs"]) == (str(kind), None, "kernel")
+    problem, codes = Problem(tokens, 4096, 4096), kind.x in ("int8", "float8_e4m3fn")
+    x = "bfloat16" if codes else kind.x
+    numbers = Numbers("int4", kind.x, x, grouped=codes, fine=kind.group == 32)
+    ordered = candidates_int4(problem, numbers, 132)
+    assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == [
+        each.name for each in ordered[:4]
+    ]
+    assert told["tile"]["predicted_us"] == predicted_us(ordered[0], problem, 132, promoted=codes)
+    # 3 bits a weight, and 16 a group; x in 2 bytes, or in 1 with a scale of 4 a token; y in 2.
+    weight = 4096 * 4096 * 3 // 8 + 4096 * (4096 // kind.group) * 2
+    of_x = tokens * (4096 + 4) if codes else tokens * 4096 * 2
+    floor = told["floor"]
+    assert floor["bytes"] == weight + of_x + tokens * 4096 * 2
+    assert floor["operations_us"] == pytest.approx(
+        1e6 * 2 * tokens * 4096**2 / H200.sparse_peak[kind.x].sustained
+    )
+    # Dense is what layers of 16 bits run.
+    plain = run_json("explain", *words[:4], "--dtype", x)["planned"]
+    assert told["dense_us"] == plain["dense_us"]
+    assert "x is float32, or rounded to int4" in told["dense_runs_when"]
+    bits = 8 if codes else 16
+    assert any(f"that of {bits} bits with the bytes of 4" in each for each in told["notes"])
+    assert any("8 bits was fitted to" in each for each in told["notes"]) == (codes and tokens < 256)
+
+
+def test_a_winner_of_4_bit_weights_is_told_for_both_coarse_groups(
+    run_json: Callable[..., Any],
+) -> None:
+    kind, problem = Kind(128, "bfloat16"), Problem(256, 512, 512)
+    *_, last = candidates_int4(problem, kind.numbers, 132)
+    name = next(key for key, config in int4_versions(kind.numbers).items() if config == last)
+    Store.default().put(int4_key(problem, kind.numbers, HERE), {name: Measured(7.0, 6.9, 7.1)})
+    words = ("explain", "--shape", "512x512", "--tokens", 200, "--dtype")
+    for group in (64, 128):
+        (told,) = run_json(*words, f"int4:{group}/bfloat16")["planned"]["tuning"]
+        assert (told["tile"], told["us"], told["dense_us"]) == (last.name, 7.0, None)
+        assert told["problems"] == "512x512 int4/bfloat16, tokens 129-256"
+        here = explain_int4(problem, Kind(group, "bfloat16"), H200, machine=HERE)
+        assert (here.is_tuned, here.chosen.config) == (True, last)
+    for other in ("int4:32/bfloat16", "int4:64/float16", "int4:128/int8"):
+        assert run_json(*words, other)["planned"]["tuning"] == []
+
+
+def test_dense_is_noted_where_it_is_predicted_to_be_faster_than_codes(
+    run_json: Callable[..., Any],
+) -> None:
+    words = ("explain", "--shape", "64x64", "--tokens", 4096, "--dtype", "int4:128/bfloat16")
+    told = run_json(*words)["planned"]
+    faster = told["dense_us"] < told["tile"]["predicted_us"]
+    assert any("no layer runs codes dense" in each for each in told["notes"]) == faster
+
+
 def test_one_wave_is_no_waves(run: Run) -> None:
     said = run("explain", "--shape", "64x64", "--tokens", "16").stdout
     assert "1 tile, " in said
@@ -240,6 +308,12 @@ def test_the_text_says_what_runs_and_why(run: Run) -> None:
         (("--shape", f"{2**31}x64", "--tokens", "1"), "below 2^31"),
         (("--shape", "64x66", "--tokens", "1"), "k = 66"),
         (("--shape", "64x64", "--tokens", "1", "--dtype", "int4"), "float16, int8, float8_e4m3fn"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int4"), "--dtype int4:64/bfloat16"),
+        (("--shape", "64x64", "--tokens", "1", "--dtype", "int4:64/int8"), "int4:128/int8"),
+        (
+            ("--shape", "64x64", "--tokens", "1", "--dtype", "int4:128/int8", "--grouped"),
+            "--grouped of int4:128/int8",
+        ),
         (("--shape", "64x64", "--tokens", "1", "--sums", "fast"), "--sums fast of bfloat16"),
         (("--shape", "64x64", "--tokens", "1", "--grouped"), "--grouped of bfloat16"),
         (("--shape", "64x64", "--tokens", "1", "--dtype", "int8", "--grouped"), "of int8"),

@@ -11,16 +11,20 @@ import pytest
 import torch
 
 from hopsparse.cli.console import _finite
-from hopsparse.cli.problems import numbers_of
+from hopsparse.cli.problems import FOUR_BITS, four_bits_of, numbers_of
 from hopsparse.cli.tune import Tune, _cells, _print, result
-from hopsparse.cli.tune_problems import distinct, layers_of, problems_of
+from hopsparse.cli.tune_problems import _kind_of, distinct, layers_of, problems_of
 from hopsparse.errors import ArgumentError
-from hopsparse.measure.suite import Problem, SummedProblem
+from hopsparse.measure.suite import Int4Problem, Problem, SummedProblem
+from hopsparse.models._entries import ModuleEntry
 from hopsparse.ops.spmm_nm.cost import Problem as Sizes
+from hopsparse.ops.spmm_nm.int4.plan import KINDS, Kind
+from hopsparse.ops.spmm_nm.int4.tuning import named_int4_candidates
 from hopsparse.ops.spmm_nm.kernel import Numbers
 from hopsparse.ops.spmm_nm.plan import DENSE
 from hopsparse.ops.spmm_nm.scaled.tuning import named_scaled_candidates
 from hopsparse.ops.spmm_nm.tuning import named_candidates
+from hopsparse.quant import quantize_matrix
 from hopsparse.tune import Measured, Ranking, token_classes
 from tests.cli.conftest import SMALL, Run
 
@@ -45,7 +49,9 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x64", "--dtype", "float32"), "dtype 'float32'"),
         (("--shape", "64x64", "--dtype", "fp8/int4"), "try   --dtype float8_e4m3fn/int4"),
         (("no-such-folder", "--dtype", "fp8"), "dtype 'fp8'"),
+        (("--shape", "64x64", "--dtype", "int4:128/fp8"), "--dtype int4:128/float8_e4m3fn"),
         (("--shape", "64x64", "--sums", "fast"), "--sums fast of bfloat16"),
+        (("--shape", "64x64", "--dtype", "int4:64/bfloat16", "--sums", "fast"), "--sums fast of"),
         (("--shape", "64x64", "--dtype", "float16", "--grouped"), "--grouped of float16"),
         (("--shape", "64x64", "--dtype", "int8", "--grouped"), "scales by group of int8"),
         (("--shape", "64x64", "--dtype", "float8_e4m3fn", "--sums", "exact"), "sums 'exact'"),
@@ -114,7 +120,7 @@ def test_a_model_in_float32_has_nothing_to_tune(sparse_model: Path) -> None:
 
 
 def test_a_dense_model_has_nothing_to_tune(dense_model: Path) -> None:
-    with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values, or of 8-bit codes"):
+    with pytest.raises(ArgumentError, match="2:4 layers of 16-bit values, of 8-bit codes"):
         layers_of(dense_model, "bfloat16")
 
 
@@ -141,6 +147,71 @@ def test_a_model_of_codes_has_what_its_layers_multiply(
     problems = problems_of(Tune(model=out, tokens="16"))
     assert {(type(each), each.dtype) for each in problems} == {(SummedProblem, "int8")}
     assert numbers_of(problems[0]) == Numbers("int8", "int8", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kinds"),
+    [
+        ("int4:64", {None: "bfloat16", "float16": "float16", "int4:64/float16": "float16"}),
+        ("int4:128/fp8", dict.fromkeys((None, "float16"), "float8_e4m3fn")),
+        ("int4:128/int8:static", dict.fromkeys((None, "int4:128/int8"), "int8")),
+    ],
+)
+def test_a_model_of_4_bit_weights_has_what_its_layers_multiply(
+    scheme: str,
+    kinds: dict[str | None, str],
+    dense_model: Path,
+    text_file: Path,
+    tmp_path: Path,
+    run: Run,
+) -> None:
+    out = tmp_path / "codes"
+    texts = ("--calibration", text_file, "--eval", text_file)
+    plan = ("--quant", scheme, "--method", "magnitude")
+    assert run("sparsify", dense_model, "-o", out, *plan, *texts, *SMALL).exit_code == 0
+    group = scheme.partition("/")[0]
+    for dtype, x in kinds.items():
+        assert {layer[3] for layer in layers_of(out, dtype)} == {f"{group}/{x}"}
+        problems = problems_of(Tune(model=out, tokens="16", dtype=dtype))
+        assert {type(each) for each in problems} == {Int4Problem}
+        assert four_bits_of(problems[0]) == Kind.parse(f"{group}/{x}")
+        assert numbers_of(problems[0]) is None
+    for other in ("int8", "int4:32/bfloat16"):
+        with pytest.raises(ArgumentError, match="without a layer"):
+            layers_of(out, other)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("int4:64", "float32"), ("int4:64/int8", None), ("int4:0", None), ("int4:128/int4", None)],
+)
+def test_a_layer_of_4_bits_that_is_decoded_has_nothing_to_tune(
+    scheme: str, dtype: str | None
+) -> None:
+    def entry(scheme: str) -> ModuleEntry:
+        dense = torch.ones(16, 64).bfloat16() * torch.tensor([1, 0, 0, 1] * 16)
+        return ModuleEntry.of(quantize_matrix(dense, f"2:4+{scheme}"))
+
+    assert _kind_of(entry(scheme), dtype) is None
+    assert _kind_of(entry("int4:128"), "float16") == "int4:128/float16"
+    assert _kind_of(entry("int4:32"), None) == "int4:32/bfloat16"
+
+
+def test_weights_of_4_bits_are_ranked_without_a_dense_product(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert FOUR_BITS == KINDS
+    problem = Int4Problem("o", 1000, 1000, 16, "int4:128/int8")
+    kind = Kind(128, "int8")
+    names = list(named_int4_candidates(Sizes(16, 1000, 1000), kind.numbers, 132))
+    times = {name: Measured(10.0 + place, 9, 12) for place, name in enumerate(reversed(names))}
+    told = result(problem, Ranking(times, tuple(names)), 132)
+    assert (told["dtype"], told["sums"]) == ("int4:128/int8", None)
+    assert told["runs"] == told["tiles"][0]["tile"] == names[-1].split(" ")[0]
+    assert told["regret"] == pytest.approx((9.0 + len(names)) / 10)
+    assert _finite(told)["dense_us"] is None
+    _print([told])
+    assert "int4:128/int8" in capsys.readouterr().out
 
 
 def test_codes_are_ranked_without_a_dense_product(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,9 @@ from hopsparse.plan import KernelSpec
 from tests.helpers.kernels import all_specs, disassemble, problems, promised
 from tests.helpers.tiny_kernels import tiny_spec
 
+# The first test of a process waits for all kernels that it is asked for.
+pytestmark = pytest.mark.timeout(900)
+
 SPECS = all_specs()
 Compiled = dict[KernelSpec, tuple[Built, str]]
 

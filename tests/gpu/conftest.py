@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+
+from hopsparse.launch import kernel as launch_kernel
+from hopsparse.ops.spmm_nm.device import forget_launches
+from hopsparse.ops.spmm_nm.int4.device import forget_int4_launches
+from hopsparse.ops.spmm_nm.scaled.device import forget_scaled_launches
+from hopsparse.tune import Machine, machine_of
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +21,20 @@ def device() -> torch.device:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs one H100 or H200")
     return torch.device("cuda:0")
+
+
+@pytest.fixture
+def here(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machine]:
+    """The machine, with nothing tuned, compiled or loaded, in memory or on disk."""
+    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch_kernel, "_LOADED", {})
+    _forget()
+    yield machine_of(device.index)
+    _forget()
+
+
+def _forget() -> None:
+    for forget in (forget_launches, forget_scaled_launches, forget_int4_launches):
+        forget()

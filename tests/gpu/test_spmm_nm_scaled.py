@@ -12,11 +12,11 @@ from hopsparse.formats import NM
 from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
 from hopsparse.measure.error import finish_bound, gamma, gated_bound, unit_roundoff
 from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
+from hopsparse.ops.spmm_nm.chosen import one_of
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
-from hopsparse.ops.spmm_nm.scaled.device import one_of
 from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from hopsparse.compiler import cache as compiler_cache
 from hopsparse.formats import NM, NMPattern
-from hopsparse.launch import kernel as launch_kernel
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm
 from hopsparse.ops.spmm_nm import device as spmm_nm_device
@@ -36,22 +33,10 @@ from hopsparse.ops.spmm_nm.tuning import (
     tune_problem,
 )
 from hopsparse.prune import magnitude
-from hopsparse.tune import Machine, Measured, Store, machine_of, tune
+from hopsparse.tune import Machine, Measured, Store, tune
 
 OUT, K, TOKENS = 512, 512, 100
 PROBLEM = Problem(TOKENS, OUT, K)
-
-
-@pytest.fixture
-def here(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Machine]:
-    """The machine, with nothing tuned, compiled or loaded, in memory or on disk."""
-    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launch_kernel, "_LOADED", {})
-    spmm_nm_device.forget_launches()
-    yield machine_of(device.index)
-    spmm_nm_device.forget_launches()
 
 
 @pytest.fixture

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from hopsparse.compiler import cache as compiler_cache
 from hopsparse.formats import NM, NMPattern
-from hopsparse.launch import kernel as launch_kernel
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import Scaling, spmm_nm_scaled
+from hopsparse.ops.spmm_nm.chosen import coded_launch
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import Problem, eight_bit
-from hopsparse.ops.spmm_nm.scaled import device as scaled_device
 from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
 from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
 from hopsparse.ops.spmm_nm.scaled.plan import (
+    SCALED,
     choices_scaled,
     numbers_for,
     scaled_key,
@@ -35,7 +32,8 @@ from hopsparse.ops.spmm_nm.scaled.tuning import (
 from hopsparse.ops.spmm_nm.tuning import measured_problem
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix
-from hopsparse.tune import Machine, Measured, Store, machine_of, tune
+from hopsparse.tune import Machine, Measured, Store, tune
+from tests.helpers.prepared import refuse_to_compile
 
 OUT, K, TOKENS = 512, 512, 100
 PROBLEM = Problem(TOKENS, OUT, K)
@@ -49,28 +47,6 @@ KINDS = {
     "int4": numbers_for(f"{FP8}/int4"),
 }
 EVERY_KIND = pytest.mark.parametrize("numbers", KINDS.values(), ids=KINDS)
-
-
-@pytest.fixture
-def here(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Machine]:
-    """The machine, with nothing tuned, compiled or loaded, in memory or on disk."""
-    monkeypatch.setenv("HOPSPARSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launch_kernel, "_LOADED", {})
-    scaled_device.forget_scaled_launches()
-    yield machine_of(device.index)
-    scaled_device.forget_scaled_launches()
-
-
-def refuse_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor read from the cache: a kernel is looked up there only where it is not loaded."""
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("compiled after it was prepared")
-
-    monkeypatch.setattr(compiler_cache, "compile_unit", refuse)
-    monkeypatch.setattr(compiler_cache.KernelCache, "get", refuse)
 
 
 def weight(numbers: Numbers, device: torch.device) -> NM:
@@ -104,7 +80,7 @@ def test_every_tile_is_right_and_the_winner_is_what_runs(
         told = plan_scaled(w, inputs(tokens, numbers, device), scaling).describe()
         assert f"tile {tile.name}, tuned" in told
     assert "predicted" in plan_scaled(w, inputs(129, numbers, device), scaling).describe()
-    launch = scaled_device._launch(PROBLEM, numbers, "none", False, device.index, None)
+    launch = coded_launch(SCALED, PROBLEM, numbers, "none", False, device.index)
     assert launch.config == tile
 
     again = tune_scaled(replace(PROBLEM, tokens=70), numbers, device=device)
@@ -222,7 +198,7 @@ def test_a_layer_of_codes_is_prepared_with_what_rounds_its_inputs(
         for tokens in (1, 16, 17, 64, 100, 200):
             x = torch.randn(tokens, K, device=device).bfloat16()
             assert layer.plan(x).name == "kernel"
-            assert ("tile" in layer.plan(x).describe()) == (not scheme.startswith("int4"))
+            assert "tile" in layer.plan(x).describe()
             layer(x)
             # Rows off 16 bytes are rounded by another kernel.
             layer(torch.randn(tokens * K + 1, device=device).bfloat16()[1:].view(tokens, K))

@@ -10,6 +10,7 @@ from hopsparse.measure.codes import integer_input, integer_weight, random_input,
 from hopsparse.measure.error import (
     PROMOTED_COLUMNS,
     fp8_sum_bound,
+    grouped_sum_bound,
     product_bound,
     scaled_bound,
     unit_roundoff,
@@ -23,8 +24,8 @@ def cut(values: Tensor, exponent: Tensor) -> Tensor:
     return (values * 2.0 ** (13 - exponent)).trunc() / 2.0 ** (13 - exponent)
 
 
-def exponents(values: Tensor) -> Tensor:
-    return torch.where(values == 0, -40, values.abs().log2().floor())
+def exponents(values: Tensor, least: int = -40) -> Tensor:
+    return torch.where(values == 0, -40, values.abs().log2().floor().clamp(min=least))
 
 
 def tensor_core(x: Tensor, w: Tensor, batch: int | None, columns: int = 64) -> Tensor:
@@ -36,7 +37,9 @@ def tensor_core(x: Tensor, w: Tensor, batch: int | None, columns: int = 64) -> T
         for start in range(first, ends, columns):
             at = slice(start, min(start + columns, ends))
             products = x[:, None, at].double() * w[None, :, at].double()
-            pairs = exponents(x[:, None, at].double()) + exponents(w[None, :, at].double())
+            # Subnormal E4M3 numbers have the exponent of the least normal ones.
+            of_x, of_w = (exponents(each.double(), -6) for each in (x[:, at], w[:, at]))
+            pairs = of_x[:, None] + of_w[None, :]
             largest = torch.maximum(pairs.amax(-1), exponents(running))
             added = cut(products, largest.unsqueeze(-1)).sum(-1) + cut(running, largest)
             running = cut(added, exponents(added))
@@ -100,6 +103,34 @@ def test_integers_of_promoted_sums_tell_fast_ones_even_in_bfloat16() -> None:
     x = integer_input(random_input((16, 4096), E4M3, "none", generator), "promoted").codes
     fast, exact = tensor_core(x, w, None), x.double() @ w.double().T
     assert not torch.equal(fast.bfloat16(), exact.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("k", [128, 2068])
+def test_sums_of_groups_are_within_their_bound(dtype: torch.dtype, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    x = random_input((16, k), dtype, "rows", generator).codes.float()
+    kept = torch.rand(24, k, generator=generator) < 0.5
+    # As steps of 2^-9, which is what an E4M3 product multiplies.
+    w = torch.randint(-8, 8, (24, k), generator=generator) * kept / 512
+    scales = torch.rand(24, -(-k // 128), generator=generator)
+    total, exact = torch.zeros(16, 24), torch.zeros(16, 24, dtype=torch.float64)
+    for index, first in enumerate(range(0, k, 128)):
+        at = slice(first, first + 128)
+        whole = x[:, at].double() @ w[:, at].double().T
+        sums = tensor_core(x[:, at], w[:, at], None) if dtype == E4M3 else whole
+        total += sums.float() * scales[:, index]
+        exact += whole * scales[:, index].double()
+    bound = grouped_sum_bound(x, w, scales, 128, floats=dtype == E4M3)
+    off = (total.double() - exact).abs()
+    assert (off <= bound).all()
+    assert off.any()
+    # Floats that are cut are beyond the bound of integers; a group that is left out is beyond both.
+    integers = grouped_sum_bound(x, w, scales, 128, floats=False)
+    assert (off <= integers).all() == (dtype == torch.int8)
+    if k > 128:
+        less = exact - (x[:, :128].double() @ w[:, :128].double().T) * scales[:, 0].double()
+        assert ((less - exact).abs() > bound).any()
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -13,8 +13,8 @@ from hopsparse.formats.scheme import parse_scheme
 from hopsparse.measure.error import finish_bound
 from hopsparse.ops import spmm_nm_int4
 from hopsparse.ops.spmm_nm.cost import Problem
-from hopsparse.ops.spmm_nm.int4.device import choose_int4
 from hopsparse.ops.spmm_nm.int4.op import plan_int4
+from hopsparse.ops.spmm_nm.int4.plan import choose_int4
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, four_bit
 from tests.helpers.operators import Operators

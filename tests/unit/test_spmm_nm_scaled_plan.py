@@ -16,7 +16,7 @@ from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm_scaled
 from hopsparse.ops.spmm_nm.cost import FITTED, Problem, predicted_us, unit_clocks
 from hopsparse.ops.spmm_nm.int4.ahead import prepare_int4
-from hopsparse.ops.spmm_nm.int4.device import choose_int4
+from hopsparse.ops.spmm_nm.int4.plan import choose_int4
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import choose, eight_bit, key_of
 from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled

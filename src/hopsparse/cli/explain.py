@@ -9,7 +9,16 @@ import typer
 
 from .console import bytes_text, print_json, stdout
 from .options import command
-from .problems import Grouped, Sums, check_dtype, check_sums, numbers_of, problem_of, shape_of
+from .problems import (
+    Grouped,
+    Sums,
+    check_dtype,
+    check_sums,
+    four_bits_of,
+    numbers_of,
+    problem_of,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +40,8 @@ class Explain:
     dtype: Annotated[
         str,
         typer.Option(
-            help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x)."
+            help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x); "
+            "of 4-bit weights int4:128/bfloat16 and the like."
         ),
     ] = "bfloat16"
     sums: Sums = "promoted"
@@ -74,9 +84,12 @@ def run(options: Explain) -> None:
 def _explained(problem: Problem, gpu: Target, machine: Machine | None = None) -> Explanation:
     from ..ops.spmm_nm.cost import Problem as Sizes
     from ..ops.spmm_nm.explain import explain
+    from ..ops.spmm_nm.int4.explain import explain_int4
     from ..ops.spmm_nm.scaled.explain import explain_scaled
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if (kind := four_bits_of(problem)) is not None:
+        return explain_int4(sizes, kind, gpu, machine=machine)
     if numbers is not None:
         return explain_scaled(sizes, numbers, gpu, machine=machine)
     return explain(sizes, problem.dtype, gpu, machine=machine)

@@ -12,14 +12,27 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem
+    from ..ops.spmm_nm.int4.plan import Kind
     from ..ops.spmm_nm.kernel import Numbers
 
 #: Dtypes of codes, those of x behind a stroke where they are others.
 CODES = ("int8", "float8_e4m3fn", "float8_e4m3fn/int4")
+#: Weights of 4 bits: columns that share a scale, and x behind a stroke.
+FOUR_BITS = (
+    *(f"int4:{group}/{x}" for x in ("bfloat16", "float16") for group in (128, 64, 32)),
+    "int4:128/int8",
+    "int4:128/float8_e4m3fn",
+)
 _PROMOTED = "promoted"
 _FLOATS = CODES[1:]
 # What users of quantized layers may write.
-_SCHEMES = {"fp8": "float8_e4m3fn", "fp8/int4": "float8_e4m3fn/int4"}
+_SCHEMES = {
+    "fp8": "float8_e4m3fn",
+    "fp8/int4": "float8_e4m3fn/int4",
+    "int4": "int4:64/bfloat16",
+    **{f"int4:{group}": f"int4:{group}/bfloat16" for group in (128, 64, 32)},
+    "int4:128/fp8": "int4:128/float8_e4m3fn",
+}
 
 # Options that two commands share.
 Sums = Annotated[
@@ -68,14 +81,14 @@ def tokens_of(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def check_dtype(dtype: str | None, codes: Sequence[str] = CODES) -> None:
-    """Refuse a dtype that is neither of 16 bits nor of codes; None is for others to choose.
+def check_dtype(dtype: str | None, codes: Sequence[str] = (*CODES, *FOUR_BITS)) -> None:
+    """Refuse a dtype that is neither of 16 bits nor of `codes`; None is for others to choose.
 
     Raises:
         ArgumentError: It says which there are.
 
     Example:
-        >>> check_dtype("fp8")
+        >>> check_dtype("fp8", CODES)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: dtype 'fp8'. Required: one of bfloat16, float16, int8, \
 float8_e4m3fn, float8_e4m3fn/int4. Try: --dtype float8_e4m3fn.
@@ -110,7 +123,7 @@ def check_sums(dtype: str, sums: str, grouped: bool) -> None:
 def problem_of(
     layer: str, shape: tuple[int, int], tokens: int, dtype: str, sums: str, grouped: bool
 ) -> Problem:
-    """A product, of 16 bits or of codes.
+    """A product, of 16 bits, of codes or with a weight of 4 bits.
 
     Args:
         layer: What it is in a model.
@@ -123,18 +136,28 @@ def problem_of(
     Raises:
         ArgumentError: There is no such product.
     """
-    from ..measure.suite import Problem, SummedProblem
+    from ..measure.suite import Int4Problem, Problem, SummedProblem
 
+    if dtype in FOUR_BITS:
+        return Int4Problem(layer, *shape, tokens, dtype)
     if dtype not in CODES:
         return Problem(layer, *shape, tokens, dtype)
     return SummedProblem(layer, *shape, tokens, dtype, "rows", sums, grouped and dtype != "int8")
 
 
 def numbers_of(problem: Problem) -> Numbers | None:
-    """What a problem of codes computes with; None for 16 bits."""
+    """What a problem of 8-bit codes computes with; None for others."""
     from ..measure.suite import SummedProblem
     from ..ops.spmm_nm.scaled.plan import numbers_for
 
     if not isinstance(problem, SummedProblem):
         return None
     return numbers_for(problem.dtype, problem.sums, grouped=problem.grouped)
+
+
+def four_bits_of(problem: Problem) -> Kind | None:
+    """Weight and inputs of a problem with a weight of 4 bits; None for others."""
+    from ..measure.suite import Int4Problem
+    from ..ops.spmm_nm.int4.plan import Kind
+
+    return Kind.parse(problem.dtype) if isinstance(problem, Int4Problem) else None

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..units import duration_text
 from .console import print_json, stderr, stdout
 from .options import FAILED_EXIT, command
-from .problems import Grouped, Sums, numbers_of
+from .problems import Grouped, Sums, four_bits_of, numbers_of
 from .tune_problems import MOST_TOKENS, distinct, problems_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class Tune:
         str | None,
         typer.Option(
             help="bfloat16 or float16; of codes int8, float8_e4m3fn or float8_e4m3fn/int4 (w/x); "
-            "bfloat16, or those of the model or the suite."
+            "of 4-bit weights int4:128/bfloat16 and the like; bfloat16, or those of the model or "
+            "the suite."
         ),
     ] = None
     sums: Sums = "promoted"
@@ -132,10 +133,13 @@ def _tuned(
 
 def _ranking(problem: Problem, budget_s: float, show: Show) -> Ranking:
     from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.int4.tuning import tune_int4
     from ..ops.spmm_nm.scaled.tuning import tune_scaled
     from ..ops.spmm_nm.tuning import tune_problem
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if (kind := four_bits_of(problem)) is not None:
+        return tune_int4(sizes, kind, budget_s=budget_s, show=show)
     if numbers is not None:
         return tune_scaled(sizes, numbers, budget_s=budget_s, show=show)
     return tune_problem(sizes, problem.dtype, budget_s=budget_s, show=show)
@@ -203,10 +207,13 @@ def result(problem: Problem, ranking: Ranking, sm_count: int) -> Row:
 def _names(problem: Problem, sm_count: int) -> list[str]:
     """What is timed for a problem, the model's choice first; dense only where layers may run it."""
     from ..ops.spmm_nm.cost import Problem as Sizes
+    from ..ops.spmm_nm.int4.tuning import named_int4_candidates
     from ..ops.spmm_nm.scaled.tuning import named_scaled_candidates
     from ..ops.spmm_nm.tuning import named_candidates
 
     sizes, numbers = Sizes(problem.tokens, problem.out, problem.k), numbers_of(problem)
+    if (kind := four_bits_of(problem)) is not None:
+        return list(named_int4_candidates(sizes, kind.numbers, sm_count))
     if numbers is not None:
         return list(named_scaled_candidates(sizes, numbers, sm_count))
     return list(named_candidates(sizes, problem.dtype, sm_count))

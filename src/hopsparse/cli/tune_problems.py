@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from .problems import CODES, check_dtype, check_sums, problem_of, shape_of, tokens_of
+from .problems import CODES, FOUR_BITS, check_dtype, check_sums, problem_of, shape_of, tokens_of
 
 if TYPE_CHECKING:
     from ..measure.suite import Problem
@@ -22,6 +22,9 @@ _CODES_OF = {
     ("fp8", "fp8"): "float8_e4m3fn",
     ("fp8", "int4"): "float8_e4m3fn/int4",
 }
+_INPUTS_OF_INT4 = {"int8": "int8", "fp8": "float8_e4m3fn"}
+# Layers of these have the dtype of their codes, whatever a model is loaded in.
+_CODED = (*CODES, *FOUR_BITS)
 _PATTERNS = ("2:4", "1:4")
 _OF_LAYERS = "promoted"  # sums of 8-bit floats; their scales are by row
 #: Without token counts all classes up to it are tuned.
@@ -51,7 +54,7 @@ def problems_of(options: Tune) -> Sequence[Problem]:
 
     check_dtype(options.dtype)
     # A model may have layers of both kinds.
-    codes = options.model is not None and options.dtype not in CODES
+    codes = options.model is not None and options.dtype not in _CODED
     asked = "float8_e4m3fn" if codes else options.dtype or _KERNEL_DTYPES[0]
     check_sums(asked, options.sums, options.grouped)
     sources = {"MODEL": options.model, "--shape": options.shape, "--suite": options.suite}
@@ -94,8 +97,9 @@ def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]
 
     Args:
         model: A checkpoint that hopsparse wrote.
-        dtype: What it will be loaded in; None is as it is stored. Layers of 8-bit codes have the
-            dtype of their codes, whatever it is loaded in; one of `CODES`: those alone.
+        dtype: What it will be loaded in; None is as it is stored. Layers whose inputs have 8-bit
+            codes have the dtype of those, whatever it is loaded in; one of `CODES` or `FOUR_BITS`:
+            those alone.
 
     Raises:
         ArgumentError: It has none.
@@ -113,8 +117,8 @@ def layers_of(model: Path, dtype: str | None) -> list[tuple[str, int, int, str]]
     if not found:
         raise ArgumentError(
             f"{model}, without a layer that has a kernel to tune",
-            need="2:4 layers of 16-bit values, or of 8-bit codes with 8-bit or int4 inputs and a "
-            "scale a row; weights of 4 bits are not tuned",
+            need="2:4 layers of 16-bit values, of 8-bit codes with 8-bit or int4 inputs and a "
+            "scale a row, or of int4 with groups of 32, 64 or 128 (beside 8-bit inputs: of 128)",
             hint="`hopsparse inspect` lists its layers; --dtype bfloat16, if values are of 32 bits "
             "and loaded in that",
         )
@@ -131,5 +135,13 @@ def _kind_of(entry: ModuleEntry, dtype: str | None) -> str | None:
         kind = dtype or entry.dtype
         return kind if kind in _KERNEL_DTYPES else None
     scheme = parse_scheme(entry.scheme)
-    codes = None if scheme.group else _CODES_OF.get((scheme.weights, scheme.activations))
-    return codes if dtype not in CODES or dtype == codes else None
+    if scheme.weights == "int4":
+        # x of 16 bits has the dtype that the model is loaded in.
+        loaded = entry.dtype if dtype in (None, *CODES) else str(dtype).rpartition("/")[2]
+        inputs = _INPUTS_OF_INT4 | {"none": loaded}
+        text = f"int4:{scheme.group}/{inputs.get(scheme.activations)}"
+        codes = text if text in FOUR_BITS else None
+    else:
+        pair = scheme.weights, scheme.activations
+        codes = None if scheme.group else _CODES_OF.get(pair)
+    return codes if dtype not in _CODED or dtype == codes else None

@@ -236,6 +236,43 @@ def fp8_sum_bound(x: Tensor, w: Tensor, *, batch: int | None = None) -> Tensor:
     return bound if batch is None else bound + gamma(-(-k // batch), torch.float32) * reached
 
 
+def grouped_sum_bound(x: Tensor, w: Tensor, scales: Tensor, group: int, *, floats: bool) -> Tensor:
+    """How far sums may be off that are scaled in float32 group by group, and added there.
+
+    A group's sum is taken by tensor cores: integers exactly, 8-bit floats as `fp8_sum_bound` has
+    it. Its scale rounds once, and so does each addition.
+
+    Args:
+        x: [tokens, k], exact.
+        w: Dense [out, k] as it is multiplied, exact, without scales.
+        scales: [out, groups]: what entries of a group of w stand for.
+        group: Columns that share a scale; the last group may be shorter.
+        floats: Whether x and w are 8-bit floats.
+
+    Returns:
+        float64 [tokens, out].
+
+    Example:
+        >>> x, w, scales = torch.ones(1, 256), torch.ones(1, 256), torch.ones(1, 2)
+        >>> exact = grouped_sum_bound(x, w, scales, 128, floats=False)
+        >>> bool(exact < 256 * 2.0**-22), bool(
+        ...     exact < grouped_sum_bound(x, w, scales, 128, floats=True))
+        (True, True)
+    """
+    x, w, scales = x.double(), w.double(), scales.double().abs()
+    off = torch.zeros(len(x), len(w), dtype=torch.float64, device=x.device)
+    size = torch.zeros_like(off)
+    for index, first in enumerate(range(0, x.shape[1], group)):
+        of_x, of_w = x[:, first : first + group], w[:, first : first + group]
+        sums = (of_x @ of_w.T).abs()
+        if floats:
+            error = fp8_sum_bound(of_x, of_w)
+            sums += error
+            off += scales[:, index] * error
+        size += scales[:, index] * sums
+    return off + gamma(scales.shape[1] + 1, torch.float32) * size
+
+
 def scaled_bound(
     sums: Tensor, sum_error: Tensor, scale: Tensor, out_dtype: torch.dtype, roundings: int = 1
 ) -> Tensor:

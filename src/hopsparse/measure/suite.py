@@ -137,6 +137,31 @@ class SummedProblem(CodedProblem):
     }
 
 
+@dataclass(frozen=True)
+class Int4Problem(Problem):
+    """One product with a 2:4 weight of 4 bits.
+
+    Attributes:
+        dtype: Columns that share a scale of w, and the dtype of x, behind a stroke.
+
+    Example:
+        >>> Int4Problem("square", 64, 64, 2, "int4:64/float16").torch_dtype
+        torch.float16
+    """
+
+    dtype: str = "int4:128/bfloat16"
+
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {  # of x
+        **{
+            f"int4:{group}/{name}": dtype
+            for name, dtype in Problem.DTYPES.items()
+            for group in (128, 64, 32)
+        },
+        "int4:128/int8": torch.int8,
+        "int4:128/float8_e4m3fn": torch.float8_e4m3fn,
+    }
+
+
 def coded_suite(name: str, dtype: str, scaling: str = "none") -> tuple[CodedProblem, ...]:
     """The layers and tokens of a suite in 8 bits.
 

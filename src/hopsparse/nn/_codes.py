@@ -11,6 +11,7 @@ from ..formats import NM, Quantized
 from ..ops import Plan, Scaling, quantize_rows, spmm_nm_int4, spmm_nm_scaled
 from ..ops._product import is_hopper
 from ..ops.spmm_nm.int4.ahead import prepare_int4
+from ..ops.spmm_nm.int4.op import plan_int4
 from ..ops.spmm_nm.op import is_transformed
 from ..ops.spmm_nm.scaled.ahead import prepare_scaled
 from ..ops.spmm_nm.scaled.op import plan_scaled
@@ -113,14 +114,15 @@ def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     """What `product_of_codes` runs; None where a layer does not come to it."""
     if not takes_codes(w, x, bias):
         return None
-    if w.scheme.weights == "int4":
-        behind = "" if w.scheme.activations == "none" else "quantize_rows, then "
-        return Plan("linear", "kernel", f"{behind}wgmma.sp, w widened in registers")
     # As many codes as x will become, of which one is there: a plan reads none.
     each = 2 if w.scheme.activations == "int4" else 1
     codes = x.new_empty((), dtype=_stored(w)).expand(*x.shape[:-1], w.shape[1] // each)
-    told = plan_scaled(_nm(w), codes, _scaling(w), out_dtype=x.dtype)
-    return Plan("linear", told.name, f"quantize_rows, then {told.why}")
+    if w.scheme.weights == "int4":
+        told = plan_int4(w, codes, out_dtype=x.dtype)
+    else:
+        told = plan_scaled(_nm(w), codes, _scaling(w), out_dtype=x.dtype)
+    behind = "" if w.scheme.activations == "none" else "quantize_rows, then "
+    return Plan("linear", told.name, f"{behind}{told.why}")
 
 
 def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:

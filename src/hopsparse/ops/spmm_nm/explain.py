@@ -98,8 +98,10 @@ class Explanation:
         names: Tiles by the names that those have for them.
         won: Where the dense product was measured to be faster than every tile: layers run that.
             Else None.
-        sums: Of codes, how they are taken; "" for 16 bits.
+        sums: Of 8-bit codes, how they are taken; "" for others.
         dense_when: When a layer does not run the kernel.
+        cautions: What the numbers leave out, beside what all leave out.
+        of_codes: Whether w is of codes, which no layer multiplies dense for being faster.
     """
 
     problem: Problem
@@ -116,6 +118,8 @@ class Explanation:
     won: DenseWin | None = None
     sums: str = ""
     dense_when: tuple[str, ...] = RUNS_DENSE_WHEN
+    cautions: tuple[str, ...] = ()
+    of_codes: bool = False
 
     def winner(self, entry: Entry) -> tuple[Config, float] | None:
         """The fastest tile of a tuning result, and its time; None if it has none of today's."""
@@ -134,14 +138,11 @@ class Explanation:
         least = FITTED[self.chosen.config.bits].least_tokens
         if self.problem.tokens < least:
             found.append(f"the cost model of 8 bits was fitted to {least} tokens and more")
-        if self.sums in ("fast", "grouped"):
-            found.append(
-                f"no layer has {self.sums} sums: it is calls of spmm_nm_scaled that run this"
-            )
+        found += self.cautions
         if self.dense_us < self.chosen.predicted_us and not self.is_tuned:
             runs = (
                 "no layer runs codes dense"
-                if self.sums
+                if self.of_codes
                 else "it runs where `hopsparse tune` agrees"
             )
             found.append(f"dense is predicted to be faster; {runs}")

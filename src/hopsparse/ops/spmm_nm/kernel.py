@@ -88,7 +88,7 @@ bytes of shared memory. Required: at most 232448. Try: stages=6.
         *sizes, four_bit_w, experts = astuple(self)
         flags = type(four_bit_w) is type(experts) is bool
         if not flags or any(type(n) is not int or n < 1 for n in sizes):
-            need = "positive whole numbers, and four_bit_w and experts, True or False"
+            need = "positive whole numbers; experts and four_bit_w, True or False"
             self._refuse("", need, "one of hopsparse.ops.spmm_nm.plan.CANDIDATES")
         warpgroup_registers(self.warpgroups)
         if self.bits not in (16, 8):

@@ -18,11 +18,11 @@ from ...measure.contest import Reference, cold_weights, first_and_last, largest_
 from ...measure.fault import wait_for
 from ...measure.timing import Timing
 from ...plan import KernelSpec
-from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
+from ...tune import Machine, Ranking, Show, Steps, Store, machine_of, token_class, tune
 from .cost import Problem
-from .kernel import Config
+from .kernel import Config, Numbers, spec_of_numbers, stores_directly
 from .op import run_kernel
-from .plan import CANDIDATES, DENSE, candidates, key_of, spec_of, versions
+from .plan import CANDIDATES, DENSE, candidates, key_of, versions
 
 Calls = list[Callable[[], Tensor]]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,12 +80,9 @@ def tune_problem(
     Raises:
         UnsupportedError: There is no GPU, or it is no H100 or H200.
     """
-    from ...launch import device_facts
     from .device import forget_launches
 
-    where = gpu(device)
-    device_facts(where.index).require(KernelSpec.arch)
-    machine = machine_of(where.index)
+    where, machine = gpu_to_tune(device)
     stands = measured_problem(problem)
     try:
         return tune(
@@ -99,6 +96,40 @@ def tune_problem(
     finally:
         # Launches that were planned before go by the cost model.
         forget_launches()
+
+
+def gpu_to_tune(device: torch.device | int | None) -> tuple[torch.device, Machine]:
+    """The GPU that is measured on, and what its results are kept under.
+
+    Args:
+        device: A GPU; None is the current one.
+
+    Raises:
+        UnsupportedError: There is no GPU, or it is no H100 or H200.
+    """
+    from ...launch import device_facts
+
+    where = gpu(device)
+    device_facts(where.index).require(KernelSpec.arch)
+    return where, machine_of(where.index)
+
+
+def compiled(
+    configs: Sequence[Config], problem: Problem, numbers: Numbers
+) -> Generator[tuple[Config, str], None, None]:
+    """Compile the plain products of tiles, and give each as soon as it is, with its error or ""."""
+    direct = stores_directly(problem.out, numbers.out)
+    specs = {spec_of_numbers(each, numbers, "none", False, direct): each for each in configs}
+    with closing(KernelCache.default().compile_all(specs)) as running:
+        for built in running:
+            yield specs[built.spec], "" if built.error is None else str(built.error)
+
+
+def timed(ready: Mapping[str, Calls], seconds: float, device: torch.device) -> list[Timing]:
+    """Time calls side by side, by their names; each call of a list works on its own weight."""
+    contenders = [Contender(name, calls) for name, calls in ready.items()]
+    with torch.no_grad():
+        return time_side_by_side(contenders, budget_s=seconds, device=device)
 
 
 @dataclass
@@ -123,16 +154,11 @@ class Layer:
     def _compiled(
         self, configs: Sequence[Config | None]
     ) -> Generator[tuple[Config | None, str], None, None]:
-        specs = {
-            spec_of(config, self.problem.out, self.dtype): config
-            for config in configs
-            if config is not None
-        }
         if None in configs:
             yield None, ""
-        with closing(KernelCache.default().compile_all(specs)) as running:
-            for built in running:
-                yield specs[built.spec], "" if built.error is None else str(built.error)
+        numbers = Numbers(self.dtype, self.dtype, self.dtype)
+        tiles = [config for config in configs if config is not None]
+        yield from compiled(tiles, self.problem, numbers)
 
     def _prepared(self, config: Config | None) -> Calls:
         x, weights, packed = self._tensors
@@ -149,9 +175,7 @@ class Layer:
         return first_and_last(*self._tensors[:2])
 
     def _timed(self, ready: Mapping[str, Calls], seconds: float) -> list[Timing]:
-        contenders = [Contender(name, calls) for name, calls in ready.items()]
-        with torch.no_grad():
-            return time_side_by_side(contenders, budget_s=seconds, device=self.device)
+        return timed(ready, seconds, self.device)
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, list[Tensor], list[NM]]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ....compiler import KernelCache
 from ....formats.quantized import Quantized
-from ....tune import machine_of
 from ..cost import Problem, counted
-from ..kernel import Config, spec_of_numbers, stores_directly
+from ..kernel import Config
 from .dispatch import numbers_of
 from .op import check_int4_weight, check_int4_x, why_no_int4_kernel
+from .plan import INT4
 
 
 def prepare_int4(
     w: Quantized, max_tokens: int, *, x_dtype: torch.dtype | None = None
 ) -> tuple[Config, ...]:
     """Compile and load every kernel that `spmm_nm_int4(w, x, ...)` runs, without what it can add.
+
+    That is one for each tile that some token count up to `max_tokens` chooses, tuned or not.
 
     Args:
         w: The weight, where it will be used. Where no kernel runs it there is nothing to do.
@@ -42,18 +43,8 @@ def prepare_int4(
     check_int4_x(w, of_x)
     if why_no_int4_kernel(w, w.tensors["values"].new_empty((0, k), dtype=of_x)) is not None:
         return ()
-    from .device import choose_int4, load
+    from ..chosen import prepare_coded
 
     device = w.tensors["values"].get_device()
-    numbers, sm_count = numbers_of(w.scheme.group, of_x, w.dtype), machine_of(device).sm_count
-    found: dict[Config, int] = {}
-    for first in range(1, max_tokens + 1, 16):  # as many share a choice
-        found.setdefault(choose_int4(Problem(first, out, k), numbers, sm_count), first)
-    direct = stores_directly(out, numbers.out)
-    specs = [spec_of_numbers(each, numbers, "none", False, direct) for each in found]
-    for built in KernelCache.default().compile_all(specs):
-        if built.error is not None:
-            raise built.error
-    for tokens in found.values():
-        load(Problem(tokens, out, k), numbers, device)
-    return tuple(found)
+    problem, numbers = Problem(max_tokens, out, k), numbers_of(w.scheme.group, of_x, w.dtype)
+    return prepare_coded(INT4, problem, numbers, "none", False, device)

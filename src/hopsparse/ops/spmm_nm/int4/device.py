@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ....formats.quantized import Quantized
-from ....launch import KnownLaunches, current_stream, device_facts
-from ..cost import Problem, fastest, predicted_us, suits
-from ..device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
-from ..kernel import Config, Numbers
-from ..plan import four_bit
-from ..scaled.device import one_of
+from ....launch import KnownLaunches, current_stream
+from ..chosen import coded_launch, one_of
+from ..cost import Problem
+from ..device import Scales, address_of, rows_for_tma
 from .dispatch import Added, Int4Call, numbers_of
+from .plan import INT4
 
 _BOUND = KnownLaunches()
 # What sums are multiplied by, of kept values that were widened to steps of 2^-9, or to 16 times the
@@ -50,7 +46,8 @@ def run(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
     if bound is None:
         numbers = numbers_of(scheme.group, x.dtype, call.out_dtype)
         problem, has_residual = Problem(tokens, out, k), residual is not None
-        launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
+        how = call.activation, has_residual, device, call.config
+        launch = coded_launch(INT4, problem, numbers, *how)
         layout = Scales(
             key[0][4],
             address_of(one if x_scale is None else x_scale),
@@ -64,38 +61,7 @@ def run(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=4096)
-def _launch(
-    problem: Problem,
-    numbers: Numbers,
-    activation: str,
-    has_residual: bool,
-    device: int,
-    config: Config | None,
-) -> Launch:
-    check_sides(problem)
-    config = config or choose_int4(problem, numbers, device_facts(device).sm_count)
-    return planned(problem, numbers, activation, has_residual, device, config)
-
-
-def choose_int4(problem: Problem, numbers: Numbers, sm_count: int) -> Config:
-    """The tile that is predicted to be fastest; one for 16 token counts.
-
-    Args:
-        problem: Sizes, all positive.
-        numbers: Dtypes, and how sums are taken.
-        sm_count: SMs of the GPU.
-    """
-    rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
-    suited = [config for config in four_bit(numbers) if suits(config, rounded, sm_count)]
-
-    def us(config: Config) -> float:
-        return predicted_us(config, rounded, sm_count, promoted=numbers.grouped)
-
-    return fastest(sorted(suited, key=us), rounded, sm_count)
-
-
-def load(problem: Problem, numbers: Numbers, device: int) -> None:
-    """Compile and load what a plain product runs, where that was not done before."""
-    one_of(device)
-    _launch(problem, numbers, "none", False, device, None)
+def forget_int4_launches() -> None:
+    """Plan every launch anew; kernels stay loaded."""
+    coded_launch.cache_clear()
+    _BOUND.clear()

@@ -13,6 +13,7 @@ from ....formats._windows import windows_of
 from ....formats.pattern import NMPattern, parse_pattern
 from ....formats.quantized import Quantized
 from ..._product import Plan, is_dense, told
+from ..cost import Problem
 from ..kernel import ACTIVATIONS, Config, check_numbers
 from ..op import check_parts, needs_gradient, why_no_launch
 from .dispatch import Int4Call, int4_product, numbers_of
@@ -101,19 +102,28 @@ def check_int4_x(w: Quantized, dtype: object) -> None:
         _refuse(f"x_dtype={dtype!r} beside w of {w.dtype}", need, str(known[0]))
 
 
-def plan_int4(w: Quantized, x: Tensor) -> Plan:
-    """What `spmm_nm_int4(w, x)` will run; x may have another shape.
+def plan_int4(w: Quantized, x: Tensor, *, out_dtype: torch.dtype | None = None) -> Plan:
+    """What `spmm_nm_int4(w, x, out_dtype=...)` will run; x may have another shape.
 
     Raises:
         ArgumentError: Another kind of weight or of x.
     """
     check_int4_weight(w)
     _check_dense(w, x)
+    check_int4_x(w, x.dtype)
     if x.device.type == "cpu":
         return Plan("spmm_nm_int4", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_int4_kernel(w, x)) is not None:
         return Plan("spmm_nm_int4", "dense", f"{reason}; w is decoded at every call")
-    return Plan("spmm_nm_int4", "kernel", "wgmma.sp, w widened in registers")
+    from ..chosen import describe
+    from .plan import INT4
+
+    if out_dtype is None:
+        out_dtype = w.dtype if x.dtype in _CODES else x.dtype
+    problem = Problem(max(1, x.numel() // max(1, x.shape[-1])), *w.shape)
+    numbers = numbers_of(w.scheme.group, x.dtype, out_dtype)
+    tile = describe(INT4, problem, numbers, "none", x.get_device())
+    return Plan("spmm_nm_int4", "kernel", f"{tile}; w widened in registers")
 
 
 def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ....compiler import KernelCache
 from ....formats.nm import NM
-from ....plan import KernelSpec
-from ....tune import machine_of
 from ..cost import Problem, counted
-from ..kernel import Config, fold_of, spec_of_numbers, stores_directly
+from ..kernel import Config
 from .dispatch import Call, groups_of_scale, numbers_of
 from .op import Scaling, check_codes, check_x_dtype, why_no_kernel
-from .plan import choices_scaled
+from .plan import SCALED
 
 
 def prepare_scaled(
@@ -59,24 +56,9 @@ def prepare_scaled(
     check_x_dtype(w, of_x)
     if why_no_kernel(w, w.values) is not None:
         return ()
-    from .device import load
+    from ..chosen import prepare_coded
 
-    out, device = w.shape[0], w.values.get_device()
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
-    numbers = numbers_of(w.dtype, of_x, call, groups_of_scale(scaling.w, out))
-    machine, problem = machine_of(device), Problem(max_tokens, *w.shape)
-    found = choices_scaled(
-        problem, numbers, machine.sm_count, activation=activation, machine=machine
-    )
-    direct = stores_directly(out // fold_of(activation), numbers.out)
-    _compile([spec_of_numbers(each, numbers, activation, residual, direct) for each in found])
-    for tokens in found.values():
-        load(Problem(tokens, *w.shape), numbers, activation, residual, device)
-    return tuple(found)
-
-
-def _compile(specs: list[KernelSpec]) -> None:
-    """Compile side by side what is then loaded one after the other."""
-    for built in KernelCache.default().compile_all(specs):
-        if built.error is not None:
-            raise built.error
+    numbers = numbers_of(w.dtype, of_x, call, groups_of_scale(scaling.w, w.shape[0]))
+    problem, device = Problem(max_tokens, *w.shape), w.values.get_device()
+    return prepare_coded(SCALED, problem, numbers, activation, residual, device)

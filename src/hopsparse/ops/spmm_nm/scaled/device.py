@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-
 import torch
 from torch import Tensor
 
-from ....errors import UnsupportedError
 from ....formats.nm import NM
-from ....launch import KnownLaunches, current_stream, device_facts, is_capturing
-from ....tune import machine_of
+from ....launch import KnownLaunches, current_stream
+from ..chosen import coded_launch, one_of
 from ..cost import Problem
-from ..device import Launch, Scales, address_of, check_sides, planned, rows_for_tma
-from ..kernel import Config, Numbers, fold_of
+from ..device import Scales, address_of, rows_for_tma
+from ..kernel import fold_of
 from .dispatch import Call, Pair, groups_of_scale, numbers_of
-from .plan import choose_scaled, sums_of, tuned_scaled
+from .plan import SCALED
 
 _BOUND = KnownLaunches()
 _OF_WIDENED = 2.0**9  # what x of 4 bits is multiplied by, that was widened to steps of 2^-9
@@ -51,7 +48,8 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     if bound is None:
         numbers = numbers_of(w.dtype, x.dtype, call, groups)
         problem, has_residual = Problem(tokens, out, k), residual is not None
-        launch = _launch(problem, numbers, call.activation, has_residual, device, call.config)
+        how = call.activation, has_residual, device, call.config
+        launch = coded_launch(SCALED, problem, numbers, *how)
         layout = Scales(
             address_of(one if w_scale is None else w_scale),
             address_of(one if x_scale is None else x_scale),
@@ -65,64 +63,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=4096)
-def _launch(
-    problem: Problem,
-    numbers: Numbers,
-    activation: str,
-    has_residual: bool,
-    device: int,
-    config: Config | None,
-) -> Launch:
-    check_sides(problem)
-    config = config or choose_scaled(
-        problem,
-        numbers,
-        device_facts(device).sm_count,
-        activation=activation,
-        machine=machine_of(device),
-    )
-    return planned(problem, numbers, activation, has_residual, device, config)
-
-
-def load(
-    problem: Problem, numbers: Numbers, activation: str, has_residual: bool, device: int
-) -> None:
-    """Compile and load what a problem runs, where that was not done before."""
-    one_of(device)
-    _launch(problem, numbers, activation, has_residual, device, None)
-
-
 def forget_scaled_launches() -> None:
     """Plan every launch anew; kernels stay loaded."""
-    _launch.cache_clear()
+    coded_launch.cache_clear()
     _BOUND.clear()
-
-
-def describe(problem: Problem, numbers: Numbers, activation: str, device: int) -> str:
-    """What runs for a problem, as a clause."""
-    machine = machine_of(device)
-    config = choose_scaled(
-        problem, numbers, machine.sm_count, activation=activation, machine=machine
-    )
-    is_tuned = tuned_scaled(problem, numbers, machine, activation=activation) is not None
-    how = "tuned" if is_tuned else "predicted"
-    return f"wgmma.sp, tile {config.name}, {how}; {sums_of(numbers)} sums"
-
-
-@cache
-def one_of(device: int) -> Tensor:
-    """The scale of what has none; there for every stream once this has returned.
-
-    Raises:
-        UnsupportedError: A CUDA graph is being captured, which would keep the 1 to its replays.
-    """
-    if is_capturing(device):
-        raise UnsupportedError(
-            "a first product of codes while a CUDA graph is captured",
-            need="one call before, or what prepares it",
-            hint="make the same call once before the capture",
-        )
-    one = torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
-    one.item()  # Waits for it.
-    return one

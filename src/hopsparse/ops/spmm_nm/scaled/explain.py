@@ -6,23 +6,14 @@ from dataclasses import replace
 
 from ....formats.scheme import Scheme
 from ....measure.product import Product
-from ....measure.roofline import predict
 from ....plan import Target
-from ....tune import Machine, Store
+from ....tune import Machine
+from ..coded_explain import explain_coded
 from ..cost import Problem
-from ..explain import Explanation, Floors, floors_of, tile_of
-from ..kernel import Numbers, spec_of_numbers, stores_directly
+from ..explain import Explanation, Floors
+from ..kernel import Numbers
 from .dispatch import GROUP
-from .plan import (
-    candidates_scaled,
-    choose_scaled,
-    codes_of,
-    scaled_key,
-    scaled_us,
-    scaled_versions,
-    sums_of,
-    tuned_scaled,
-)
+from .plan import SCALED, codes_of, sums_of
 
 _SCHEMES = {"int8": "int8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "int4": "int4"}
 
@@ -34,6 +25,11 @@ CODES_RUN_DENSE_WHEN = (
     "a row of w has several scales",
     "a gradient is to be kept",
 )
+
+_OF_CALLS = {
+    sums: (f"no layer has {sums} sums: it is calls of spmm_nm_scaled that run this",)
+    for sums in ("fast", "grouped")
+}
 
 
 def explain_scaled(
@@ -64,43 +60,20 @@ def explain_scaled(
         >>> round(found.floors.us, 1), found.sums
         (43.4, 'exact')
     """
-    sm_count = gpu.sm_count if machine is None else machine.sm_count
-    chosen = choose_scaled(problem, numbers, sm_count, machine=machine)
-    ordered = [each for each in candidates_scaled(problem, numbers, sm_count) if each != chosen]
-    direct = stores_directly(problem.out, numbers.out)
-    key = scaled_key(problem, numbers, machine or Machine("", 0, ""))
-    tiles = tuple(
-        tile_of(
-            config,
-            problem,
-            spec_of_numbers(config, numbers, "none", False, direct),
-            gpu,
-            sm_count,
-            scaled_us(config, problem, numbers, sm_count),
-        )
-        for config in (chosen, *ordered[:others])
-    )
-    product = _product(problem, numbers)
-    return Explanation(
-        problem=problem,
+    product, sums = _product(problem, numbers), sums_of(numbers)
+    found = explain_coded(SCALED, problem, numbers, product, gpu, machine=machine, others=others)
+    return replace(
+        found,
         dtype=codes_of(numbers),
-        target=gpu,
-        machine=machine,
-        chosen=tiles[0],
-        is_tuned=machine is not None and tuned_scaled(problem, numbers, machine) is not None,
-        others=tiles[1:],
-        floors=_floors(product, problem, numbers, gpu),
-        dense_us=predict(product.as_dense(), problem.tokens, gpu).time_us,
-        results=tuple(Store.default().entries(key.op, key.kernel, key.problem)),
-        names=scaled_versions(numbers),
-        sums=sums_of(numbers),
+        floors=_floors(found.floors, problem, numbers, gpu),
+        sums=sums,
         dense_when=CODES_RUN_DENSE_WHEN,
+        cautions=_OF_CALLS.get(sums, ()),
     )
 
 
-def _floors(product: Product, problem: Problem, numbers: Numbers, gpu: Target) -> Floors:
+def _floors(found: Floors, problem: Problem, numbers: Numbers, gpu: Target) -> Floors:
     """Those of the layer; but scales by group are in float32 here, where layers have 16 bits."""
-    found = floors_of(product, problem.tokens, gpu)
     if not numbers.grouped:
         return found
     more = found.bytes + 2 * problem.out * -(-problem.k // GROUP)

@@ -172,13 +172,14 @@ def plan_scaled(
         return Plan("spmm_nm_scaled", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
-    from .device import describe
+    from ..chosen import describe
+    from .plan import SCALED, sums_of
 
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
     numbers = numbers_of(w.dtype, x.dtype, call, groups_of_scale(scaling.w, w.shape[0]))
     problem = Problem(max(1, x.numel() // max(1, x.shape[-1])), *w.shape)
-    why = describe(problem, numbers, activation, x.get_device())
-    return Plan("spmm_nm_scaled", "kernel", why)
+    tile = describe(SCALED, problem, numbers, activation, x.get_device())
+    return Plan("spmm_nm_scaled", "kernel", f"{tile}; {sums_of(numbers)} sums")
 
 
 def why_no_kernel(w: NM, x: Tensor) -> str | None:

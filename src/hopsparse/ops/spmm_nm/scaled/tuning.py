@@ -8,17 +8,14 @@ model, because how many bits change decides the power.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from ....compiler import KernelCache
 from ....formats.nm import NM
 from ....formats.quantized import pack_nibbles
-from ....measure.clock import Contender, gpu, time_side_by_side
 from ....measure.coded_contest import CodedReference
 from ....measure.codes import (
     CodedInput,
@@ -32,11 +29,10 @@ from ....measure.contest import Reference, largest_excess
 from ....measure.fault import wait_for
 from ....measure.reference import cold_copies
 from ....measure.timing import Timing
-from ....plan import KernelSpec
-from ....tune import Ranking, Show, Steps, Store, machine_of, tune
+from ....tune import Ranking, Show, Steps, Store, tune
 from ..cost import Problem
-from ..kernel import Config, Numbers, spec_of_numbers, stores_directly
-from ..tuning import measured_problem
+from ..kernel import Config, Numbers
+from ..tuning import compiled, gpu_to_tune, measured_problem, timed
 from .dispatch import GROUP
 from .op import Scaling, spmm_nm_scaled
 from .plan import candidates_scaled, scaled_key, scaled_versions, sums_of
@@ -81,12 +77,9 @@ def tune_scaled(
     Raises:
         UnsupportedError: There is no GPU, or it is no H100 or H200.
     """
-    from ....launch import device_facts
     from .device import forget_scaled_launches
 
-    where = gpu(device)
-    device_facts(where.index).require(KernelSpec.arch)
-    machine = machine_of(where.index)
+    where, machine = gpu_to_tune(device)
     try:
         return tune(
             Store.default(),
@@ -154,14 +147,7 @@ class CodesLayer:
 
     def compiled(self, configs: Sequence[Config]) -> Generator[tuple[Config, str], None, None]:
         """Compile tiles, and give each as soon as it is, with its error or ""."""
-        direct = stores_directly(self.problem.out, self.numbers.out)
-        specs = {
-            spec_of_numbers(config, self.numbers, "none", False, direct): config
-            for config in configs
-        }
-        with closing(KernelCache.default().compile_all(specs)) as running:
-            for built in running:
-                yield specs[built.spec], "" if built.error is None else str(built.error)
+        return compiled(configs, self.problem, self.numbers)
 
     @cached_property
     def whole(self) -> Codes:
@@ -262,9 +248,7 @@ class CodesLayer:
         return CodedReference(x, self.first)
 
     def _timed(self, ready: Mapping[str, Ready], seconds: float) -> list[Timing]:
-        contenders = [Contender(name, each.timed) for name, each in ready.items()]
-        with torch.no_grad():
-            return time_side_by_side(contenders, budget_s=seconds, device=self.device)
+        return timed({name: each.timed for name, each in ready.items()}, seconds, self.device)
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, list[NM], Scaling]:
