@@ -42,8 +42,10 @@ from .plan import ModelPlan as ModelPlan
 from .prune import Recipe as Recipe
 from .version import __version__ as __version__
 
-# Planning and training are imported when they are first asked for: `import hopsparse` stays quick.
+# Planning, training and communication are imported when they are first asked for:
+# `import hopsparse` stays quick.
 if TYPE_CHECKING:
+    from . import comm as comm
     from . import recover as recover
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
@@ -80,19 +82,20 @@ _LATER = {
     ),
     "recover": ("RecoverOptions",),
 }
+_FOLDERS = ("comm", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "recover":
-        return import_module(f"{__name__}.recover")
+    if name in _FOLDERS:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, "recover"})
+    return sorted({*globals(), *_HOME, *_FOLDERS})
 
 
 # from_pretrained of transformers finds our checkpoints, whichever is imported first.

@@ -11,7 +11,12 @@ import typer.main
 from hopsparse.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"evaluate": "evaluate.md", "compare": "evaluate.md", "recover": "recover.md"}
+PAGES = {
+    "comm-report": "comm.md",
+    "compare": "evaluate.md",
+    "evaluate": "evaluate.md",
+    "recover": "recover.md",
+}
 GROUP: Any = typer.main.get_command(app)
 
 

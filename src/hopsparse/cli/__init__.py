@@ -11,6 +11,7 @@ import typer
 
 from ..version import __version__
 from .bench import BENCH
+from .comm_report import COMM_REPORT
 from .compare import COMPARE
 from .compile import COMPILE
 from .convert import CONVERT
@@ -51,6 +52,7 @@ _COMMANDS = (
     EXPLAIN,
     TUNE,
     BENCH,
+    COMM_REPORT,
 )
 for _command in _COMMANDS:
     app.command(_command.__name__)(_command)

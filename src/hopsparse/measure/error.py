@@ -315,3 +315,25 @@ def _largest_running_sum(x: Tensor, w: Tensor) -> Tensor:
         running.addmm_(x[:, ends], w[:, ends].T)
         torch.maximum(largest, running.abs(), out=largest)
     return largest
+
+
+def block_rounding_bound(rows: Tensor, most: int) -> Tensor:
+    """Largest error of rounding rows to integers of -`most` to `most` times a bfloat16 scale.
+
+    Half a step, and what lies beyond the last integer where the scale was rounded down; below the
+    normal range a scale is off by half the spacing of the subnormals.
+
+    Args:
+        rows: [n, block].
+        most: The largest integer.
+
+    Returns:
+        float64 [n, 1].
+
+    Example:
+        >>> block_rounding_bound(torch.tensor([[7.0, 0.2]]), 7).item() < 0.6
+        True
+    """
+    unit, step = unit_roundoff(torch.bfloat16), rows.double().abs().amax(1, keepdim=True) / most
+    least = torch.finfo(torch.bfloat16).smallest_normal * unit
+    return (0.5 + (0.5 + most) * unit) * step + (0.5 + most) * least

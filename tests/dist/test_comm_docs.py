@@ -1,0 +1,34 @@
+"""The example of docs/comm.md, as it stands there, in two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "comm.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    told = re.search(r"prints `([^`]*)`", page)
+    assert told is not None
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    # Not its exit code: gloo may fail a rank that is still leaving the last barrier when another
+    # has closed its connection, which happens on a machine that is busy enough.
+    assert done.stdout.splitlines() == [" ".join(told[1].split())] * 2, done.stderr
