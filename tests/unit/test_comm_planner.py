@@ -33,6 +33,12 @@ def test_what_suits_a_link(found: Link, method: str) -> None:
     assert plan_bucket(MILLION, found, HybridOptions(every=2), ranks=2).method == method
 
 
+def test_one_rank_sends_nothing_however_slow_its_link_seems() -> None:
+    slow = link(1e6, 0.5)
+    assert plan_bucket(MILLION, slow, HybridOptions(), ranks=2).method == "hybrid"
+    assert plan_bucket(MILLION, slow, HybridOptions(), ranks=1, rank=2).method == "dense"
+
+
 def test_low_rank_is_chosen_where_it_is_asked_for_and_quicker() -> None:
     slow, options = link(12.5e6, 1e-3), HybridOptions(remainder="int4")
     assert plan_bucket(MILLION, slow, options, ranks=2).method == "hybrid"

@@ -63,8 +63,8 @@ class Config:
         >>> Config(2, 1, tokens=64, units=2, stages=20)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
-stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16, four_bit_w=False) with 713024 \
-bytes of shared memory. Required: at most 232448. Try: stages=6.
+stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16, four_bit_w=False, experts=False) \
+with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     """
 
     warpgroups: int
