@@ -77,7 +77,7 @@ def test_more_ranks_exchange_three_times_and_send_sums() -> None:
     st.floats(1e6, 1e12),
     st.floats(1e-6, 1e-1),
     st.floats(1e-11, 1e-6),
-    st.integers(1, 16),
+    st.integers(2, 16),
     st.lists(st.integers(0, 1 << 22), min_size=1, max_size=4),
     st.sampled_from([None, 2]),
 )

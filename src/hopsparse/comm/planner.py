@@ -67,8 +67,8 @@ def plan_bucket(
     """Choose what a bucket does.
 
     Dense, unless bfloat16 is faster by more than 2 % and 0.1 ms; hybrid or low rank, where they
-    take less than 0.9 of the faster of those and save as much. One rank alone sends nothing, whatever
-    noise was measured: dense.
+    take less than 0.9 of the faster of those and save as much. One rank alone sends nothing,
+    whatever noise was measured: dense.
 
     Args:
         shapes: Of its gradients.
