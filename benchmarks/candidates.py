@@ -242,7 +242,7 @@ def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) ->
             costs.append(math.log(times[min(times, key=lambda c: predicted[c])] / best))
         return statistics.fmean(off) + 10 * statistics.fmean(costs)
 
-    facts = ("clocks_us", "least_tokens", "source")
+    facts = ("clocks_us", "least_tokens")
     names = [field.name for field in fields(Constants) if field.name not in facts]
     known = FITTED[bits]
     least, step = loss(known), 0.2

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from comm_convergence import powersgd_in_turn
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from hopsparse.comm import HybridState, PlannedState, register, register_planned
@@ -78,18 +79,8 @@ def hook(ddp: DistributedDataParallel, method: str) -> Any:
     if method == "fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif method == "powersgd 2":
-        ddp.register_comm_hook(PowerSGDState(None, 2, 2), in_turn)
+        ddp.register_comm_hook(PowerSGDState(None, 2, 2), powersgd_in_turn)
     return None
-
-
-def in_turn(
-    state: PowerSGDState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook, a bucket after the other: over gloo several at once mix up messages."""
-    future = powerSGD_hook(state, bucket)
-    future.wait()
-    return future  # type: ignore[no-any-return]
 
 
 def counted(interface: str) -> int:

@@ -45,7 +45,6 @@ class Constants:
         cluster_us: More, of one in clusters.
         total_norm: Exponent of the norm of the whole.
         least_tokens: Of the rows that they were fitted to.
-        source: Those rows.
     """
 
     clocks_us: float = 1650.0
@@ -63,10 +62,10 @@ class Constants:
     cluster_us: float = 0.29
     total_norm: float = 4.6
     least_tokens: int = 1
-    source: str = "benchmarks/results/h200/spmm_nm_candidates.jsonl"
 
 
-#: By bits of an entry. What decides below 256 tokens is in 8 bits that of 16.
+#: By bits of an entry, fitted to spmm_nm_candidates.jsonl and spmm_nm_scaled_candidates.jsonl of
+#: benchmarks/results/h200. What decides below 256 tokens is in 8 bits that of 16.
 FITTED = {
     16: Constants(),
     8: Constants(
@@ -79,7 +78,6 @@ FITTED = {
         cluster_us=0.187,
         total_norm=3.52,
         least_tokens=256,
-        source="benchmarks/results/h200/spmm_nm_scaled_candidates.jsonl",
     ),
 }
 

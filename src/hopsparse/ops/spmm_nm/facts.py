@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernel import Config
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -54,3 +56,18 @@ class Experts:
 
     ends: int = 0
     count: int = 0
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """All of a call but its tensors, where sums are taken in one way.
+
+    Attributes:
+        activation: One of `kernel.ACTIVATIONS`.
+        out_dtype: Of the result.
+        config: The tile; None chooses one.
+    """
+
+    activation: str
+    out_dtype: torch.dtype
+    config: Config | None = None

@@ -78,7 +78,7 @@ def spmm_nm(
         check_choices(alpha, config)
     has_kernel = check_operands("spmm_nm", w, x, bias)
     if activation != "none" or residual is not None or out_dtype is not x.dtype:
-        check_epilogue(w.shape[0], x, activation, residual, out_dtype)
+        check_epilogue("spmm_nm", w.shape[0], x, activation, residual, out_dtype)
     if not has_kernel:
         return _run_decoding(w, x, bias, residual, activation, alpha, out_dtype)
     return run_kernel(w, x, bias, residual, activation, alpha, out_dtype, config)
@@ -345,7 +345,7 @@ def check_choices(alpha: object, config: object) -> None:
 
 
 def check_epilogue(
-    out: int, x: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype
+    op: str, out: int, x: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype
 ) -> None:
     """Refuse an epilogue that cannot mean anything.
 
@@ -354,13 +354,13 @@ def check_epilogue(
     """
     if activation not in ACTIVATIONS:
         raise ArgumentError(
-            f"spmm_nm: act={activation!r}",
+            f"{op}: act={activation!r}",
             need="one of " + ", ".join(ACTIVATIONS[1:]) + ", or None",
             hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
         )
     if out_dtype not in (x.dtype, torch.float32):
         raise ArgumentError(
-            f"spmm_nm: out_dtype={out_dtype}",
+            f"{op}: out_dtype={out_dtype}",
             need=f"{x.dtype}, as x is, or torch.float32",
             hint=f"the result in torch.float32, .to({out_dtype})",
         )
@@ -369,7 +369,7 @@ def check_epilogue(
         residual.shape != shape or residual.dtype != out_dtype or residual.device != x.device
     ):
         raise ArgumentError(
-            f"spmm_nm: residual {list(residual.shape)} of {residual.dtype} on {residual.device}",
+            f"{op}: residual {list(residual.shape)} of {residual.dtype} on {residual.device}",
             need=f"{list(shape)} of {out_dtype} on {x.device}, as the result is",
             hint="residual.expand(...).to(...), or added to the result",
         )

@@ -18,15 +18,14 @@ from ....launch import (
 )
 from ..cost import Problem, rows_of_x, stages_of_k
 from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides, rows_for_tma
-from ..facts import Experts
+from ..facts import Experts, PlainCall
 from ..kernel import Config, Numbers
-from .dispatch import ExpertsCall
 from .plan import ExpertsProblem, choose_experts, experts_spec, most_clusters
 
 _BOUND = KnownLaunches()
 
 
-def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: ExpertsCall) -> Tensor:
+def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) -> Tensor:
     """The product of arguments that were checked; as for `dispatch.by_experts`."""
     (rows, k), experts, device = w.shape, len(offs), x.get_device()
     tokens, out = len(x), rows // experts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +13,12 @@ from ....formats.nm import NM
 from ....formats.pattern import NMPattern
 from ..._product import decompress
 from ..dispatch import LIBRARY
-from ..kernel import Config
+from ..facts import PlainCall
 from ..op import is_recorded, needs_gradient
 from ..reference import apply_activation
 
 
-@dataclass(frozen=True)
-class ExpertsCall:
-    """All of a call but its tensors.
-
-    Attributes:
-        activation: One of `kernel.ACTIVATIONS`.
-        out_dtype: Of the result.
-        config: The tile; None chooses one.
-    """
-
-    activation: str
-    out_dtype: torch.dtype
-    config: Config | None = None
-
-
-def by_experts(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: ExpertsCall) -> Tensor:
+def by_experts(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) -> Tensor:
     """The product of arguments that were checked.
 
     Args:
@@ -53,7 +37,7 @@ def by_experts(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: Expert
     return _chosen(w, x, offs, bias, call)
 
 
-def reference(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: ExpertsCall) -> Tensor:
+def reference(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) -> Tensor:
     """Sums and epilogue in float32, rounded once. Reads `offs` on the host."""
     experts = len(offs)
     dense = decompress(w).view(experts, -1, w.shape[1]).to(torch.float32)
@@ -68,7 +52,7 @@ def reference(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: Experts
     return torch.cat(pieces).to(call.out_dtype)
 
 
-def _chosen(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: ExpertsCall) -> Tensor:
+def _chosen(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) -> Tensor:
     from .op import why_no_experts_kernel
 
     if why_no_experts_kernel(w, x, bias) is not None:
@@ -91,7 +75,7 @@ def _run(
     values, meta = parts
     n, m = (int(each) for each in facts[0].split(":"))
     w = NM((rows, x.shape[-1]), values, meta, NMPattern(n, m))
-    return _chosen(w, x, offs, bias, ExpertsCall(facts[1], out_dtype))
+    return _chosen(w, x, offs, bias, PlainCall(facts[1], out_dtype))
 
 
 def _result(

@@ -8,11 +8,12 @@ from torch import Tensor
 from ....errors import ArgumentError
 from ....formats.nm import NM
 from ..._product import Plan, check_weight
-from ..kernel import ACTIVATIONS, MOST_EXPERTS, PANEL, Config
-from ..op import check_choices, needs_gradient, why_no_kernel
+from ..facts import PlainCall
+from ..kernel import MOST_EXPERTS, PANEL, Config
+from ..op import check_choices, check_epilogue, needs_gradient, why_no_kernel
 from ..plan import for_experts
-from .dispatch import ExpertsCall, by_experts
-from .plan import ExpertsProblem, has_whole_panels
+from .dispatch import by_experts
+from .plan import ExpertsProblem
 
 _OP = "spmm_nm_experts"
 
@@ -65,8 +66,9 @@ def spmm_nm_experts(
     check_weight(_OP, w, NM)
     _check_offs(w, offs)
     _check_x(w, x, offs, bias)
-    _check_rest(x, activation, out_dtype, config)
-    return by_experts(w, x, offs, bias, ExpertsCall(activation, out_dtype, config))
+    check_epilogue(_OP, w.shape[0], x, activation, None, out_dtype)
+    _check_config(config)
+    return by_experts(w, x, offs, bias, PlainCall(activation, out_dtype, config))
 
 
 def plan_experts(w: NM, x: Tensor, offs: Tensor) -> Plan:
@@ -103,7 +105,7 @@ def _check_offs(w: NM, offs: Tensor) -> None:
             hint="counts.cumsum(0, dtype=torch.int32)",
         )
     rows, experts = w.shape[0], offs.shape[0]
-    if rows % experts or not has_whole_panels(rows // experts):
+    if rows % experts or rows // experts % PANEL:
         raise ArgumentError(
             f"{_OP}: {rows} rows of w for {experts} experts",
             need=f"as many rows for each, a multiple of {PANEL}",
@@ -128,19 +130,7 @@ def _check_x(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None) -> None:
             )
 
 
-def _check_rest(x: Tensor, activation: str, out_dtype: torch.dtype, config: Config | None) -> None:
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(
-            f"{_OP}: act={activation!r}",
-            need="one of " + ", ".join(ACTIVATIONS[1:]) + ", or None",
-            hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
-        )
-    if out_dtype not in (x.dtype, torch.float32):
-        raise ArgumentError(
-            f"{_OP}: out_dtype={out_dtype} for x of {x.dtype}",
-            need="that of x, or torch.float32",
-            hint="out_dtype=None",
-        )
+def _check_config(config: Config | None) -> None:
     check_choices(1, config)
     if config is not None and config not in for_experts():
         raise ArgumentError(f"{_OP}: {config}", need="a tile of for_experts()", hint="config=None")

@@ -12,7 +12,7 @@ from math import ceil
 from ....errors import ArgumentError
 from ....plan import KernelSpec
 from ..cost import Problem, fastest, predicted_us, suits
-from ..kernel import MOST_EXPERTS, PANEL, Config, Numbers, spec_of_numbers
+from ..kernel import MOST_EXPERTS, Config, Numbers, spec_of_numbers
 from ..plan import for_experts
 
 # Token counts of every tile are multiples of it.
@@ -97,8 +97,3 @@ def most_clusters(problem: ExpertsProblem, config: Config) -> int:
 def experts_spec(config: Config, numbers: Numbers, activation: str) -> KernelSpec:
     """The kernel of a tile; results of 32 bits are stored a number at a time."""
     return spec_of_numbers(config, numbers, activation, False, numbers.out == "float32")
-
-
-def has_whole_panels(out: int) -> bool:
-    """Whether weights of so many rows may lie one below the other in packed storage."""
-    return out % PANEL == 0

@@ -10,7 +10,8 @@ from ....launch import KnownLaunches, current_stream
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
 from ..device import Scales, address_of, rows_for_tma
-from .dispatch import Added, Int4Call, numbers_of
+from ..facts import PlainCall
+from .dispatch import Added, numbers_of
 from .plan import INT4
 
 _BOUND = KnownLaunches()
@@ -19,7 +20,7 @@ _BOUND = KnownLaunches()
 _OF_WIDENED = {torch.float8_e4m3fn: 2.0**9, torch.int8: 2.0**-4}
 
 
-def run(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
+def run(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     """The product of arguments that were checked; as for `dispatch.int4_product`."""
     (out, k), device, scheme = w.shape, x.get_device(), w.scheme
     y = torch.empty((*x.shape[:-1], out), dtype=call.out_dtype, device=x.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn import functional as F
 from ....formats.quantized import Quantized
 from ..._product import product
 from ..dispatch import LIBRARY
-from ..kernel import Config, Numbers
+from ..facts import PlainCall
+from ..kernel import Numbers
 from ..op import is_recorded, needs_gradient
 from ..reference import apply_activation
 
@@ -22,22 +22,7 @@ _CODES = (torch.int8, torch.float8_e4m3fn)
 Added = tuple[Tensor | None, Tensor | None, Tensor | None]  # scale of x, bias, residual
 
 
-@dataclass(frozen=True)
-class Int4Call:
-    """All of a call but its tensors.
-
-    Attributes:
-        activation: One of `kernel.ACTIVATIONS`.
-        out_dtype: Of the result.
-        config: The tile; None chooses one.
-    """
-
-    activation: str
-    out_dtype: torch.dtype
-    config: Config | None = None
-
-
-def int4_product(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
+def int4_product(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     """The product of arguments that were checked.
 
     Args:
@@ -57,7 +42,7 @@ def int4_product(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tenso
     return _chosen(w, x, added, call)
 
 
-def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
+def reference(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     """In float32: x of 16 bits times the decoded weight, codes times codes and scales."""
     x_scale, bias, residual = added
     if x.dtype == w.dtype:
@@ -79,7 +64,7 @@ def reference(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
     return y.to(call.out_dtype)
 
 
-def _chosen(w: Quantized, x: Tensor, added: Added, call: Int4Call) -> Tensor:
+def _chosen(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     from .op import why_no_int4_kernel
 
     if why_no_int4_kernel(w, x, *added) is not None:
@@ -108,7 +93,7 @@ def _run(
     }
     w = Quantized.from_parts((out, x.shape[-1]), dict(zip(_PARTS, parts, strict=True)), attributes)
     x_scale, bias, residual = added
-    return _chosen(w, x, (x_scale, bias, residual), Int4Call(activation, out_dtype))
+    return _chosen(w, x, (x_scale, bias, residual), PlainCall(activation, out_dtype))
 
 
 def _result(

@@ -14,9 +14,10 @@ from ....formats.pattern import NMPattern, parse_pattern
 from ....formats.quantized import Quantized
 from ..._product import Plan, is_dense, told
 from ..cost import Problem
+from ..facts import PlainCall
 from ..kernel import ACTIVATIONS, Config, check_numbers
 from ..op import check_parts, needs_gradient, why_no_launch
-from .dispatch import Int4Call, int4_product, numbers_of
+from .dispatch import int4_product, numbers_of
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -73,7 +74,7 @@ def spmm_nm_int4(
     _check_dense(w, x)
     if out_dtype is None:
         out_dtype = w.dtype if x.dtype in _CODES else x.dtype
-    call = Int4Call("none" if act is None else act, out_dtype, config)
+    call = PlainCall("none" if act is None else act, out_dtype, config)
     _check(w, x, x_scale, call)
     _check_added(w, x, bias, residual, call)
     return int4_product(w, x, (x_scale, bias, residual), call)
@@ -155,7 +156,7 @@ def _is_gathered(pattern: str) -> bool:
     return not isinstance(found, NMPattern) or windows_of(found) != 1
 
 
-def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: Int4Call) -> None:
+def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: PlainCall) -> None:
     check_parts(w, w.tensors.values())
     out, k = w.shape
     if x.ndim < 1 or x.shape[-1] != k:
@@ -185,14 +186,14 @@ def _check_dense(w: Quantized, x: Tensor) -> None:
         _refuse(f"x {told(x)}", f"a tensor on {w.device}", "torch.as_tensor(x)")
 
 
-def _check_config(config: object, w: Quantized, x: Tensor, call: Int4Call) -> None:
+def _check_config(config: object, w: Quantized, x: Tensor, call: PlainCall) -> None:
     if not isinstance(config, Config):
         _refuse(f"config {told(config)}", "a Config of hopsparse.ops.spmm_nm.kernel", "config=None")
     check_numbers(config, numbers_of(w.scheme.group, x.dtype, call.out_dtype))
 
 
 def _check_added(
-    w: Quantized, x: Tensor, bias: Tensor | None, residual: Tensor | None, call: Int4Call
+    w: Quantized, x: Tensor, bias: Tensor | None, residual: Tensor | None, call: PlainCall
 ) -> None:
     out, dtype = w.shape[0], call.out_dtype
     allowed = _WIDE if x.dtype in _CODES else (x.dtype, torch.float32)
