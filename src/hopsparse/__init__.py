@@ -10,8 +10,6 @@ from . import formats as formats
 from . import nn as nn
 from . import ops as ops
 from . import plan as plan
-from . import prune as prune
-from . import quant as quant
 from .errors import ArgumentError as ArgumentError
 from .errors import CalibrationError as CalibrationError
 from .errors import CheckpointError as CheckpointError
@@ -22,67 +20,69 @@ from .errors import GpuLostError as GpuLostError
 from .errors import HopsparseError as HopsparseError
 from .errors import UnsupportedError as UnsupportedError
 from .errors import VerificationError as VerificationError
-from .measure import Workload as Workload
-from .models.convert import convert_checkpoint as convert_checkpoint
-from .models.evaluate import Comparison as Comparison
-from .models.evaluate import Quality as Quality
-from .models.evaluate import compare as compare
-from .models.evaluate import evaluate as evaluate
-from .models.load import load as load
-from .models.options import Progress as Progress
-from .models.options import SparsifyOptions as SparsifyOptions
 from .models.register import register as _register
-from .models.save import save as save
-from .models.sparse24 import export_sparse24 as export_sparse24
-from .models.sparse24 import import_sparse24 as import_sparse24
-from .models.sparsify import sparsify as sparsify
-from .models.sparsify import sparsify_checkpoint as sparsify_checkpoint
-from .models.verify import verify_checkpoint as verify_checkpoint
 from .plan import ModelPlan as ModelPlan
-from .prune import Recipe as Recipe
 from .version import __version__ as __version__
 
-# Planning, training and communication are imported when they are first asked for:
-# `import hopsparse` stays quick.
+# A program that only calls operators pays for them alone: what works on whole models is imported
+# when it is first asked for, and `import hopsparse` stays quick.
 if TYPE_CHECKING:
     from . import comm as comm
+    from . import prune as prune
+    from . import quant as quant
     from . import recover as recover
+    from .measure import Workload as Workload
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
     from .models.budget import solve_within as solve_within
+    from .models.convert import convert_checkpoint as convert_checkpoint
+    from .models.evaluate import Comparison as Comparison
+    from .models.evaluate import Quality as Quality
+    from .models.evaluate import compare as compare
+    from .models.evaluate import evaluate as evaluate
+    from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
+    from .models.options import Progress as Progress
+    from .models.options import SparsifyOptions as SparsifyOptions
     from .models.quality_budget import QualityBudget as QualityBudget
     from .models.recover import recover_checkpoint as recover_checkpoint
     from .models.recover_texts import RecoverTexts as RecoverTexts
+    from .models.save import save as save
     from .models.sensitivity import SensitivityOptions as SensitivityOptions
     from .models.sensitivity import measure_sensitivity as measure_sensitivity
+    from .models.sparse24 import export_sparse24 as export_sparse24
+    from .models.sparse24 import import_sparse24 as import_sparse24
+    from .models.sparsify import sparsify as sparsify
+    from .models.sparsify import sparsify_checkpoint as sparsify_checkpoint
     from .models.staged import plan_and_sparsify as plan_and_sparsify
     from .models.staged import sparsify_and_recover as sparsify_and_recover
+    from .models.verify import verify_checkpoint as verify_checkpoint
+    from .prune import Recipe as Recipe
     from .recover import RecoverOptions as RecoverOptions
 
 _LATER = {
-    "models.budget": (
-        "Problem",
-        "meet_budget",
-        "solve_within",
-    ),
+    "measure": ("Workload",),
+    "models.budget": ("Problem", "meet_budget", "solve_within"),
+    "models.convert": ("convert_checkpoint",),
+    "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
+    "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
+    "models.options": ("Progress", "SparsifyOptions"),
     "models.quality_budget": ("QualityBudget",),
     "models.recover": ("recover_checkpoint",),
     "models.recover_texts": ("RecoverTexts",),
-    "models.sensitivity": (
-        "SensitivityOptions",
-        "measure_sensitivity",
-    ),
-    "models.staged": (
-        "plan_and_sparsify",
-        "sparsify_and_recover",
-    ),
+    "models.save": ("save",),
+    "models.sensitivity": ("SensitivityOptions", "measure_sensitivity"),
+    "models.sparse24": ("export_sparse24", "import_sparse24"),
+    "models.sparsify": ("sparsify", "sparsify_checkpoint"),
+    "models.staged": ("plan_and_sparsify", "sparsify_and_recover"),
+    "models.verify": ("verify_checkpoint",),
+    "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }
-_FOLDERS = ("comm", "recover")
+_FOLDERS = ("comm", "prune", "quant", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 

@@ -93,9 +93,12 @@ def test_no_pickle_is_loaded() -> None:
 
 def test_import_is_light() -> None:
     """Nothing heavy is imported, no library of CUDA is loaded, and it takes under half a second of
-    the processor, which others may hold meanwhile."""
+    the processor; of one that is slow or shared, less than a third of what torch takes."""
     program = (
-        "import re, sys, time, torch\n"
+        "import re, sys, time\n"
+        "started = time.process_time()\n"
+        "import torch\n"
+        "of_torch = time.process_time() - started\n"
         "def loaded():\n"
         "    names = 'cuda|nvrtc|nvidia|cublas|cusparse'\n"
         "    return set(re.findall(rf'/\\S*(?:{names})\\S*', open('/proc/self/maps').read()))\n"
@@ -105,7 +108,7 @@ def test_import_is_light() -> None:
         "elapsed = time.process_time() - started\n"
         "heavy = {'transformers', 'matplotlib', 'gguf', 'accelerate', 'typer', 'rich', 'pynvml'}\n"
         "found = sorted((heavy & set(sys.modules) | loaded()) - before)\n"
-        "print(found, torch.cuda.is_initialized(), elapsed < 0.5)\n"
+        "print(found, torch.cuda.is_initialized(), elapsed < max(0.5, of_torch / 3))\n"
     )
     # The best of three: the first may have to read files that no cache holds.
     results = {

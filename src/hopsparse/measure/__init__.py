@@ -1,30 +1,27 @@
-"""How long things take on a GPU, predicted and measured; what a pattern looks like, counted."""
+"""How long things take on a GPU, predicted and measured; what a pattern looks like, counted.
+
+What operators need is imported here; `ranking` and `structure`, which read and count whole files,
+by those who use them.
+"""
 
 from .decode import Decoder, DecodeStep, PartCost, Workload, decode_step, layer_cost
 from .product import Product, weight_bytes
-from .ranking import Candidate, Ranking, choose_storage, rank
 from .roofline import Choice, Prediction, Total, choose, floor_us, predict, whole_model
-from .structure import analyse
 
 __all__ = [
-    "Candidate",
     "Choice",
     "DecodeStep",
     "Decoder",
     "PartCost",
     "Prediction",
     "Product",
-    "Ranking",
     "Total",
     "Workload",
-    "analyse",
     "choose",
-    "choose_storage",
     "decode_step",
     "floor_us",
     "layer_cost",
     "predict",
-    "rank",
     "weight_bytes",
     "whole_model",
 ]
