@@ -144,9 +144,7 @@ class Captured:
             for target, given, has_tokens in zip(
                 recording.inputs, inputs, self._with_tokens(bool(bucket)), strict=True
             ):
-                own = target[:tokens] if has_tokens else target
-                if (own.data_ptr(), own.stride()) != (given.data_ptr(), given.stride()):
-                    own.copy_(given)
+                _copy(target[:tokens] if has_tokens else target, given)
             recording.replay()
             return tree_map_only(Tensor, partial(self._result, tokens), recording.outputs)
 
@@ -264,6 +262,15 @@ def _record(
             pool = graph.recorded.pool()
             found[bucket] = Recording(inputs, graph.outputs, graph.replay, graph.early)
     return found
+
+
+def _copy(target: Tensor, given: Tensor) -> None:
+    """Copy an input to where a graph reads it, unless it is there."""
+    if (target.data_ptr(), target.stride()) == (given.data_ptr(), given.stride()):
+        return
+    if target.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+        given = given.clone()  # Rows of that memory, in another order.
+    target.copy_(given)
 
 
 def _inputs_of(example: tuple[Tensor, ...], bucket: int) -> tuple[Tensor, ...]:
