@@ -221,6 +221,7 @@ def launch_for(
         device_facts(device).sm_count,
         dtype=_NAMES[dtype],
         machine=machine_of(device),
+        activation=epilogue.activation,
     )
     numbers = Numbers(_NAMES[dtype], _NAMES[dtype], _NAMES[epilogue.out_dtype])
     return planned(problem, numbers, epilogue.activation, epilogue.has_residual, device, config)
@@ -330,16 +331,16 @@ def run(
         x: [..., k], any strides.
         bias: [out] or None.
         residual: As y, or None.
-        activation: One of `kernel.ACTIVATIONS`.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
         alpha: What the sums are multiplied by.
         out_dtype: Of y.
         config: The tile; None chooses one.
 
     Returns:
-        [..., out], contiguous.
+        [..., out], of swiglu [..., out / 2]; contiguous.
     """
     out, k = w.shape
-    y = x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+    y = x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
     tokens = x.numel() // k
     if tokens == 0:
         return y

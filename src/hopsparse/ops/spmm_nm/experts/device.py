@@ -21,7 +21,7 @@ from ....launch import (
 from ..cost import Problem, rows_of_x, stages_of_k
 from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides, rows_for_tma
 from ..facts import Experts, PlainCall
-from ..kernel import Config, Numbers
+from ..kernel import Config, Numbers, fold_of
 from .plan import ExpertsProblem, choose_experts, experts_spec, most_clusters
 
 _BOUND = KnownLaunches()
@@ -31,7 +31,7 @@ def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) ->
     """The product of arguments that were checked; as for `dispatch.by_experts`."""
     (rows, k), experts, device = w.shape, len(offs), x.get_device()
     tokens, out = len(x), rows // experts
-    y = x.new_empty((tokens, out), dtype=call.out_dtype)
+    y = x.new_empty((tokens, out // fold_of(call.activation)), dtype=call.out_dtype)
     if tokens == 0:
         return y
     row = k
