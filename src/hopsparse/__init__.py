@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .models.evaluate import Quality as Quality
     from .models.evaluate import compare as compare
     from .models.evaluate import evaluate as evaluate
+    from .models.fused import fuse_blocks as fuse_blocks
     from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
@@ -69,6 +70,7 @@ _LATER = {
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
+    "models.fused": ("fuse_blocks",),
     "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
