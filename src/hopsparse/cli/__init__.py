@@ -18,6 +18,7 @@ from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
 from .explain import EXPLAIN
+from .generate import GENERATE
 from .inspect import INSPECT
 from .plan import PLAN
 from .recover import RECOVER
@@ -47,6 +48,7 @@ _COMMANDS = (
     COMPARE,
     INSPECT,
     CONVERT,
+    GENERATE,
     VERIFY,
     COMPILE,
     EXPLAIN,
