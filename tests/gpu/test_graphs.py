@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import hopsparse
 from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM, NMPattern
 from hopsparse.graphs import accelerate, capture, fuse_activations
@@ -229,63 +229,26 @@ def test_the_operators_alone(device: torch.device) -> None:
         assert torch.equal(found, right)
 
 
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("scheme", [None, "int8", "fp8"])
+def test_a_whole_decode_step_of_transformers(
+    scheme: str | None, fuse: bool, device: torch.device
+) -> None:
+    """The tokens of a captured step, a static cache included, are those of the step as it is."""
+    pytest.importorskip("transformers")
+    from hopsparse.models.generate import Generator
+    from hopsparse.models.opened import OpenedModel
+    from tests.helpers.tiny_models import byte_tokenizer, tiny_llama
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
-    for block in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(block.mlp, name)
-            linear.weight.copy_(magnitude(linear.weight, NMPattern(2, 4)))
-            setattr(block.mlp, name, SparseLinear.from_linear(linear))
-    return model
-
-
-def generated(model: Any, step: Callable[[Tensor, Tensor], Tensor], tokens: int) -> list[int]:
-    found, token = [], torch.tensor([[7]], device="cuda")
-    for position in range(tokens):
-        logits = step(token, torch.tensor([position], device="cuda"))
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        found.append(int(token))
-    return found
-
-
-def test_a_whole_decode_step_of_transformers(device: torch.device) -> None:
-    from transformers import StaticCache
-
-    model = tiny_llama()
-
-    def step_with(cache: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        def step(token: Tensor, position: Tensor) -> Tensor:
-            out = model(
-                token,
-                position_ids=position[None],
-                cache_position=position,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits: Tensor = out.logits
-            return logits
-
-        return step
-
-    with torch.no_grad():
-        eager = step_with(StaticCache(config=model.config, max_cache_len=64))
-        want = generated(model, eager, 24)
-        cache = StaticCache(config=model.config, max_cache_len=64)
-        example = torch.tensor([[7]], device=device), torch.tensor([0], device=device)
-        run = capture(step_with(cache), example)
-        cache.reset()
-        assert run.recordings[0].early >= 6
-        assert generated(model, run, 24) == want
+    model = tiny_llama(hidden_size=128, head_dim=32, intermediate_size=256)
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
+    model = model.to(device).eval().requires_grad_(False)
+    source = OpenedModel("tiny", model, byte_tokenizer(), "sparse", 0, {})
+    writer, prompt = Generator(source, 64, fuse), [5, 6, 7, 8]
+    found = list(writer.tokens(prompt, max_new_tokens=50))
+    step = writer._step
+    assert step is not None
+    # Of each block: q, k, v and o; gate, up and down.
+    assert step.recordings[0].early >= 3 * (4 if fuse else 7)
+    writer._step = writer._forward  # type: ignore[assignment]
+    assert list(writer.tokens(prompt, max_new_tokens=50)) == found
