@@ -87,6 +87,14 @@ def test_what_fits_no_graph_runs_eagerly_and_says_so_once(x: Tensor, why: str) -
     assert run.plan(x, scale).name == "eager"
 
 
+def test_inputs_that_are_none_are_refused_or_left_to_the_function() -> None:
+    run, _ = captured(2)
+    with pytest.raises(ArgumentError, match="inputs of a tensor on cpu, int"):
+        run(numbers(2), 3)
+    with pytest.warns(UserWarning, match="0 inputs"), pytest.raises(TypeError):
+        run()
+
+
 def test_no_tokens_are_nothing_to_warn_of() -> None:
     run, calls = captured(2, 8)
     assert run(numbers(0), torch.ones(1))["y"].shape == (0, K)
@@ -152,8 +160,8 @@ def test_gradients_are_refused_and_none_are_made() -> None:
 @pytest.mark.parametrize(
     ("example", "buckets", "told"),
     [
-        ((), None, "an example of nothing"),
-        ((torch.ones(1), 3), None, "an example of a tensor on cpu, int"),
+        ((), None, "inputs of nothing"),
+        ((torch.ones(1), 3), None, "inputs of a tensor on cpu, int"),
         ((torch.ones(1), torch.ones(1, device="meta")), None, "a tensor on meta"),
         (torch.ones(2, 2), (), r"buckets=\(\)"),
         (torch.ones(2, 2), (0, 2), r"buckets=\(0, 2\)"),
@@ -219,7 +227,7 @@ def test_accelerate_captures_and_gives_back() -> None:
     want = model(x)
     run = hopsparse.accelerate(model, x, buckets=(8,))
     assert torch.equal(run(x), want)
-    assert run.plan(x).why == "tensors are on the CPU"
+    assert run.plan(x).why == "tensors are on cpu"
     assert model[0].act == "relu"
     run.release()
     assert model[0].act is None

@@ -111,7 +111,7 @@ class Captured:
         Example:
             >>> captured = capture(torch.nn.functional.relu, torch.ones(4, 8))
             >>> captured.plan(torch.ones(4, 8)).describe()
-            'captured runs eager: tensors are on the CPU'
+            'captured runs eager: tensors are on cpu'
         """
         found = self._find(inputs)
         if isinstance(found, str):
@@ -134,6 +134,8 @@ class Captured:
             ArgumentError: Other inputs than a function of these tensors has, or one that requires a
                 gradient.
         """
+        if not all(isinstance(each, Tensor) for each in inputs):
+            _check_example(inputs)
         _check_gradients(inputs)
         found = self._find(inputs)
         if isinstance(found, str):
@@ -153,8 +155,8 @@ class Captured:
         return own if self._reuse else own.clone()
 
     def _run(self, inputs: tuple[Tensor, ...], why: str) -> Any:
-        unexpected = bool(self.recordings) and inputs[0].shape[:1] != (0,)
-        if unexpected and not self._warned:
+        has_none = bool(inputs) and inputs[0].shape[:1] == (0,)
+        if self.recordings and not has_none and not self._warned:
             self._warned = True
             warnings.warn(f"a captured function runs eagerly: {why}", stacklevel=3)
         with torch.no_grad():
@@ -163,7 +165,8 @@ class Captured:
     def _find(self, inputs: tuple[Tensor, ...]) -> tuple[int, Recording] | str:
         """The graph that a call fits, or why there is none."""
         if not self.recordings:
-            return "the graphs were released" if self._released else "tensors are on the CPU"
+            where = self._example[0].device.type
+            return "the graphs were released" if self._released else f"tensors are on {where}"
         if len(inputs) != len(self._example):
             return f"{len(inputs)} inputs, and {len(self._example)} were captured"
         buckets = self.buckets
@@ -317,7 +320,7 @@ def _check_example(inputs: tuple[Any, ...]) -> None:
             for each in inputs
         )
         raise ArgumentError(
-            f"an example of {kinds or 'nothing'}",
+            f"inputs of {kinds or 'nothing'}",
             need="tensors on one device",
             hint="the other arguments bound before: functools.partial(fn, flag=True)",
         )
