@@ -94,6 +94,26 @@ def test_one_product_serves_calls_that_share_an_input() -> None:
     assert len(nn.Sequential(*parts).state_dict()) == 2
 
 
+def test_a_compiler_sees_one_product() -> None:
+    layers = [layer(rows, "2:4") for rows in (16, 8, 8)]
+    shared = SharedInput(join(layers), [16, 8, 8], None)
+    model = nn.ModuleList(RowsOf(shared, which) for which in range(3))
+    seen: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "call" in node.op)
+        return graph.forward
+
+    def fn(x: Tensor) -> list[Tensor]:
+        return [each(x) for each in model]
+
+    x = torch.randint(-3, 4, (5, 64)).float()
+    compiled = torch.compile(fn, fullgraph=True, backend=backend)
+    for found, alone in zip(compiled(x), layers, strict=True):
+        assert torch.equal(found, alone(x))
+    assert sum(name == "split" for name in seen) == 1
+
+
 def sparse(model: Any, form: str) -> Any:
     pattern, _, scheme = form.partition("+")
     hopsparse.sparsify(model, hopsparse.Recipe(pattern, "magnitude", scheme=scheme or None))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
@@ -107,7 +108,9 @@ class SharedInput(nn.Module):
             [..., rows of that layer], a view.
         """
         known = self._input
-        version = -1 if x.is_inference() else x._version
+        # A compiler follows x itself, whatever is done to it.
+        counts = not torch.compiler.is_compiling() and not x.is_inference()
+        version = x._version if counts else -1
         if known is None or known[0] is not x or known[1] != version or self._left[which] is None:
             self._input, self._left = (x, version), list(self(x).split(self.sizes, -1))
         found = cast(Tensor, self._left[which])
