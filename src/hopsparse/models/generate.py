@@ -95,9 +95,7 @@ class Generator:
                 self.fused = None
         self._model, self._device = model, next(model.parameters()).device
         self._cache = StaticCache(config=model.config, max_cache_len=self.max_tokens)
-        # The name changed between versions of transformers.
-        known = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in known else "past_key_values"
+        self._cache_name = cache_argument(model)
         self._step: Captured | None = None
 
     def close(self) -> None:
@@ -183,6 +181,12 @@ class Generator:
         config = getattr(self._model, "generation_config", None) or self._model.config
         ends = config.eos_token_id
         return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def cache_argument(model: Any) -> str:
+    """What a model of transformers calls the cache it is given; versions differ."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def chosen(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> Tensor:
