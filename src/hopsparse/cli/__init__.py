@@ -53,11 +53,11 @@ _COMMANDS = (
     COMPILE,
     EXPLAIN,
     TUNE,
-    BENCH,
     COMM_REPORT,
 )
 for _command in _COMMANDS:
     app.command(_command.__name__)(_command)
+app.add_typer(BENCH, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -224,7 +224,8 @@ def random_model(
         3559104
     """
     if isinstance(config, str) and config not in CONFIGS:
-        raise ArgumentError(f"config {config!r}", need=f"one of {', '.join(CONFIGS)}", hint="llama-3-8b")
+        known = ", ".join(CONFIGS)
+        raise ArgumentError(f"config {config!r}", need=f"one of {known}", hint="llama-3-8b")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
