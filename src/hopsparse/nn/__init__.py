@@ -6,3 +6,4 @@ from .pointwise import Pointwise as Pointwise
 from .pointwise import pointwise_as_linear as pointwise_as_linear
 from .pointwise import restore_convolutions as restore_convolutions
 from .sparse_linear import SparseLinear as SparseLinear
+from .split_linear import SplitLinear as SplitLinear
