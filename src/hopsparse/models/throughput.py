@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..graphs import capture
-from ..measure.power import energy_joules
+from ..measure.watch import Watch, emptied
 from .contenders import ModelWay
 from .generate import cache_argument
 
@@ -119,14 +117,14 @@ def race(
             continue
         device = next(model.parameters()).device
         for phase in timed:
-            _empty(device)
+            emptied(device)
             try:
                 yield _timed(way, phase, model, device, rounds)
             except Exception as error:
                 yield Found(way.name, phase.name, error=_told(error))
         del model
         torch._dynamo.reset()
-        _empty(device)
+        emptied(device)
 
 
 def _timed(
@@ -135,7 +133,7 @@ def _timed(
     run, early = prepared(way, phase, model, device)
     for _ in range(3):
         run()
-    watch = _Watch(device)
+    watch = Watch(device)
     for _ in range(rounds):
         watch.time(run)
     ms = statistics.median(watch.ms)
@@ -144,7 +142,7 @@ def _timed(
         phase.name,
         ms=round(ms, 4),
         tokens_per_s=round(phase.made / ms * 1e3, 1),
-        memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        memory_bytes=watch.memory_bytes(),
         watts=watch.watts(),
         early=early,
     )
@@ -199,40 +197,6 @@ def prepared(
     captured = capture(step, last, reuse_outputs=True)
     early = sum(each.early for each in captured.recordings.values())
     return lambda: captured(last), early
-
-
-class _Watch:
-    """Times runs, and counts the energy of all of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.ms = device, list[float]()
-        self._joules = self._energy()
-        self._started = time.perf_counter()
-
-    def time(self, run: Callable[[], object]) -> None:
-        """One run, until the device is done with it."""
-        started = time.perf_counter()
-        run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.ms.append((time.perf_counter() - started) * 1e3)
-
-    def watts(self) -> float | None:
-        """Mean power since the watch was made."""
-        joules = self._energy()
-        if joules is None or self._joules is None:
-            return None
-        return round((joules - self._joules) / (time.perf_counter() - self._started), 1)
-
-    def _energy(self) -> float | None:
-        return energy_joules(self._device) if self._device.type == "cuda" else None
-
-
-def _empty(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _told(error: Exception) -> str:
