@@ -16,7 +16,18 @@ from .plan import Decision, Problem, candidates, decide
 from .strips import Strips, strips_of
 
 _HINT = "the same call once before the capture, and no change of w in between"
-_CLASSES = 16  # token counts that round up to one multiple of it run one tile
+_LEAST_CLASS = 16
+
+
+def class_of(tokens: int) -> int:
+    """The largest of the token counts that run one tile: four classes an octave, none below 16.
+
+    Example:
+        >>> [class_of(tokens) for tokens in (1, 16, 17, 100, 1000, 4097)]
+        [16, 16, 32, 112, 1024, 5120]
+    """
+    step = max(_LEAST_CLASS, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
 
 
 @dataclass(eq=False)
@@ -35,14 +46,14 @@ class Ready:
     decided: dict[int, Decision] = field(default_factory=dict)
 
     def decide(self, problem: Problem, dtype: str, target: Target) -> Decision:
-        """What runs for a problem; the same for all tokens up to the next multiple of 16.
+        """What runs for a problem; the same for all tokens of a class.
 
         Args:
             problem: Sizes; those of w are the weight's.
             dtype: Of x and w.
             target: The GPU that the weight is on.
         """
-        rounded = -(-problem.tokens // _CLASSES) * _CLASSES
+        rounded = class_of(problem.tokens)
         found = self.decided.get(rounded)
         if found is None:
             strips = self.strips
