@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...formats.bsr import BSR
-from .._product import decompress, gather_kept
+from .._product import gather_kept
 from .reference import apply_activation, spmm_bsr
 
 
@@ -113,15 +113,16 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     *parts, x = ctx.saved_tensors  # type: ignore[attr-defined]
     sides, alpha, has_bias = ctx.facts  # type: ignore[attr-defined]
     needs, k, out = ctx.needs_input_grad, x.shape[-1], sides[0]  # type: ignore[attr-defined]
+    # The number of blocks, which may be a symbol while this is traced, is that of the parts.
+    facts = ("bsr", out, k, f"{{'block': '{sides[1]}x{sides[2]}'}}")
     grad = grad.to(x.dtype)
     scaled = grad if alpha == 1.0 else grad * alpha
     grad_values = grad_x = grad_bias = None
     if needs[1]:
-        grad_x = scaled @ decompress(_matrix(parts, sides, x))
+        grad_x = scaled @ torch.ops.hopsparse.decompress.default(parts, *facts)
     if needs[0][0]:
         dense = scaled.reshape(-1, out).T @ x.reshape(-1, k)
-        facts = repr(_matrix(parts, sides, x).attributes())
-        (grad_values,) = gather_kept(dense, parts, "bsr", out, k, facts)
+        (grad_values,) = gather_kept(dense, parts, *facts)
     if has_bias and needs[2]:
         grad_bias = grad.reshape(-1, out).sum(0)
     return [grad_values, None, None], grad_x, grad_bias, *[None] * 5
