@@ -163,10 +163,10 @@ def why_no_kernel(w: BSR, x: Tensor) -> str | None:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if width_of(w.block) is None:
         return f"blocks are {w.block[1]} columns wide, and the kernel takes multiples of 16"
-    if not is_hopper(x.get_device()):
-        return "the GPU is no H100 or H200"
     if is_transformed():
         return "torch.func or a forward derivative is at work"
+    if not is_hopper(x.get_device()):
+        return "the GPU is no H100 or H200"
     if not torch.compiler.is_compiling() and any(
         part.is_inference() for part in w.parts().values()
     ):

@@ -33,7 +33,10 @@ def width_of(block: tuple[int, int]) -> int | None:
         >>> width_of((128, 128)), width_of((16, 48)), width_of((8, 8))
         (64, 16, None)
     """
-    return next((width for width in WIDTHS if block[1] % width == 0), None)
+    for width in WIDTHS:  # A loop, which torch.compile follows everywhere.
+        if block[1] % width == 0:
+            return width
+    return None
 
 
 def panels_of(block: tuple[int, int]) -> int:
