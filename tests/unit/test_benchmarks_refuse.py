@@ -33,6 +33,9 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("comm_link", ("--methods", "dense,int5"), "--methods 'int5': one of dense"),
         ("comm_link", ("--ranks", "1"), "--ranks 1: at least 2"),
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--blocks", "24"), "--blocks 24: a multiple of 16"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--sparsities", "1.0"), "from 0 to below 1"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--shape", "4096"), "'4096': OUTxK"),
     ],
 )
 def test_words_that_mean_nothing_are_named(
