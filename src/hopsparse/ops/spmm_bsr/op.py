@@ -16,11 +16,11 @@ from . import reference
 from .dispatch import traced
 from .kernel import Config
 from .plan import Decision, Problem
-from .ready import layout_of
+from .ready import class_of, layout_of
 from .strips import width_of
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_PARTS = (Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float)
 
 
 def spmm_bsr(
@@ -70,10 +70,12 @@ def spmm_bsr(
         tensor([16.])
     """
     activation, out_dtype = act or "none", out_dtype or x.dtype
-    _check_choices(alpha, config)
-    check_weight("spmm_bsr", w, BSR)
+    if config is not None or type(alpha) not in _NUMBERS:
+        _check_choices(alpha, config)
+    _check_parts(w)
     check_inputs("spmm_bsr", w, x, bias)
-    check_epilogue("spmm_bsr", w.shape[0], x, activation, residual, out_dtype)
+    if activation != "none" or residual is not None or out_dtype is not x.dtype:
+        check_epilogue("spmm_bsr", w.shape[0], x, activation, residual, out_dtype)
     if why_no_kernel(w, x) is None:
         if not is_plain(w.values, x, bias, residual):
             return traced(w, x, bias, residual, activation, alpha, out_dtype)
@@ -137,11 +139,13 @@ def _planned(w: BSR, x: Tensor, *, kept: bool) -> Plan:
 
 def decided(w: BSR, x: Tensor) -> Decision:
     """The kernel for x and what it is predicted to take, where `why_no_kernel` has no reason."""
+    made, tokens = layout_of(w), max(1, x.numel() // w.shape[1])
+    if (known := made.decided.get(class_of(tokens))) is not None:
+        return known
     from .device import target_of
 
-    problem = Problem(max(1, x.numel() // w.shape[1]), *w.shape)
     dtype = str(w.dtype).removeprefix("torch.")
-    return layout_of(w).decide(problem, dtype, target_of(x.get_device()))
+    return made.decide(Problem(tokens, *w.shape), dtype, target_of(x.get_device()))
 
 
 def uses_kernel(w: BSR, x: Tensor, *, kept: bool = False) -> bool:
@@ -177,6 +181,22 @@ def why_no_kernel(w: BSR, x: Tensor) -> str | None:
 def _captures(x: Tensor) -> bool:
     """Whether a CUDA graph is captured, in which w cannot be decoded."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_parts(w: BSR) -> None:
+    """`check_weight`; not again while the tensors of w look as they did when it passed."""
+    if torch.compiler.is_compiling() or not isinstance(w, BSR):
+        check_weight("spmm_bsr", w, BSR)
+        return
+    values, indices, indptr = w.values, w.indices, w.indptr
+    looks = (
+        *(values.shape, values.dtype, values.device),
+        *(indices.shape, indices.dtype, indices.device),
+        *(indptr.shape, indptr.dtype, indptr.device),
+    )
+    if w.__dict__.get("_passed") != looks:
+        check_weight("spmm_bsr", w, BSR)
+        w.__dict__["_passed"] = looks
 
 
 def _check_choices(alpha: object, config: object) -> None:
