@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/spmm_bsr.py --out rows.jsonl
     PYTHONPATH=src python benchmarks/spmm_bsr.py --out rows.jsonl --tokens 16,256 --blocks 64
 
-Every tile that the weight may run is a contender of its own, beside `SparseLinear`, which runs what
-is predicted to be fastest, dense included. Each is checked against float64 before it is timed.
+Every tile that the weight may run is a contender of its own, and so is the Triton version, beside
+`SparseLinear`, which runs what is predicted to be fastest, dense included. Each is checked against
+float64 before it is timed.
 Appends one JSON row a contender and problem, with what was predicted for it; run again, it goes on
 behind the problems that are in the file. `tflops` counts the dense product.
 """
@@ -40,6 +41,7 @@ from hopsparse.ops.spmm_bsr.schedule import predicted_us
 from hopsparse.ops.spmm_bsr.strips import Strips, panels_of, strips_of, width_of
 
 plan = import_module("hopsparse.ops.spmm_bsr.plan")
+by_triton = import_module("hopsparse.ops.spmm_bsr.triton")
 BLOCKS, SPARSITIES, TOKENS = (128, 64, 32, 16), (0.5, 0.8, 0.9), (2048,)
 KEY = ("out", "k", "tokens", "dtype", "block", "sparsity", "contender")
 
@@ -134,6 +136,7 @@ def ways(weight: Weight) -> list[Way]:
             Way(each.name, partial(by_tile, block, each), lambda by, x: "kernel")
             for each in tiles(block)
         ),
+        Way("triton", partial(portable, block), lambda by, x: "the portable kernel"),
         Way.of(CuBLAS),
         Way(torch_bsr.NAME, rival, torch_bsr.describe),
     ]
@@ -155,6 +158,11 @@ def by_tile(block: int, config: Config, weight: Tensor, bias: Tensor | None) -> 
     """The operator by one tile."""
     stored = BSR.from_dense(weight, (block, block))
     return lambda x: spmm_bsr(stored, x, bias=bias, config=config)
+
+
+def portable(block: int, weight: Tensor, bias: Tensor | None) -> Product:
+    """The Triton version of the operator; its reason is the row's error where it cannot run."""
+    return partial(by_triton.run, BSR.from_dense(weight, (block, block)), bias=bias)
 
 
 def told(weight: Weight, strips: Strips, problem: Problem, contender: str) -> Row:

@@ -162,6 +162,12 @@ def test_nothing_is_prepared_on_the_cpu_but_what_is_decoded() -> None:
     torch.testing.assert_close(layer(x), x @ dense.T)
 
 
+def test_sparse_activations_are_the_same_product_with_the_sides_exchanged() -> None:
+    x, w, _, _ = operands()
+    weight = torch.randn(32, 64)
+    torch.testing.assert_close(spmm_bsr(w, weight).T, x @ weight.T)
+
+
 def test_a_layer_trains_its_blocks() -> None:
     dense, w, x, _ = operands()
     layer = SparseLinear(w)

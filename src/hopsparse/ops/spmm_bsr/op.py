@@ -77,13 +77,30 @@ def spmm_bsr(
     if activation != "none" or residual is not None or out_dtype is not x.dtype:
         check_epilogue("spmm_bsr", w.shape[0], x, activation, residual, out_dtype)
     if why_no_kernel(w, x) is None:
-        if not is_plain(w.values, x, bias, residual):
-            return traced(w, x, bias, residual, activation, alpha, out_dtype)
-        if config is not None or _captures(x) or uses_kernel(w, x):
-            from .device import run  # A process on the CPU needs neither a compiler nor a driver.
-
-            return run(w, x, bias, residual, activation, alpha, out_dtype, config)
+        y = _by_kernel(w, x, bias, residual, activation, alpha, out_dtype, config)
+        if y is not None:
+            return y
     return _run_decoding(w, x, bias, residual, activation, alpha, out_dtype)
+
+
+def _by_kernel(
+    w: BSR,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    alpha: float,
+    out_dtype: torch.dtype,
+    config: Config | None,
+) -> Tensor | None:
+    """The kernel by the shortest way that the call allows; None where decoding is faster."""
+    if not is_plain(w.values, x, bias, residual):
+        return traced(w, x, bias, residual, activation, alpha, out_dtype)
+    if config is None and not _captures(x) and not uses_kernel(w, x):
+        return None
+    from .device import run  # A process on the CPU needs neither a compiler nor a driver.
+
+    return run(w, x, bias, residual, activation, alpha, out_dtype, config)
 
 
 def _run_decoding(
