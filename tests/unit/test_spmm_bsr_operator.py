@@ -16,7 +16,7 @@ from hopsparse.measure.error import finish_bound
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_bsr
 from hopsparse.ops._call import ACTIVATIONS, apply_activation
-from hopsparse.ops.spmm_bsr import dispatch, kernel
+from hopsparse.ops.spmm_bsr import dispatch, kernel, op
 from hopsparse.ops.spmm_bsr.ahead import classes, prepare
 from hopsparse.ops.spmm_bsr.device import rows_for_tma
 from hopsparse.ops.spmm_bsr.kernel import Config, deepest
@@ -141,6 +141,31 @@ def test_a_layout_is_found_again_behind_the_operator(monkeypatch: pytest.MonkeyP
     with torch.no_grad():
         dispatch.traced(w, x, None, None, "none", 1, torch.bfloat16)
     assert seen == [True, True]
+
+
+def test_a_compiled_call_is_the_operator_for_any_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is a kernel: here it is the operator's CPU side that runs."""
+    dense, w, _, bias = operands()
+    monkeypatch.setattr(op, "why_no_kernel", lambda w, x: None)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: spmm_bsr(w, x, bias=bias, act="silu"), fullgraph=True, backend=count
+    )
+    for tokens in (5, 17, 64, 100, 333):
+        x = torch.randn(tokens, 64)
+        torch.testing.assert_close(compiled(x), F.silu(x @ dense.T + bias))
+    assert len(graphs) <= 2  # the first shape, then any
+    for graph in graphs:
+        targets = [node.target for node in graph.graph.nodes]
+        assert torch.ops.hopsparse.spmm_bsr.default in targets
 
 
 def test_plans_name_what_keeps_the_kernel_from_running() -> None:

@@ -52,7 +52,8 @@ def spmm_bsr(
         alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
-        config: The kernel's tile, which then runs whatever is predicted; None chooses.
+        config: The kernel's tile, which then runs whatever is predicted; None chooses, as
+            torch.compile and gradients always do.
 
     Returns:
         [..., out], dtype `out_dtype`, device of x.
