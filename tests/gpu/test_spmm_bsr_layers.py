@@ -58,11 +58,12 @@ class TestChoice:
         self, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         layer = self.layer(0.1, 64, device)
+        layer.act = "relu"
         layer.prepare(2048)
         refuse_to_compile(monkeypatch)
         for tokens in (1, 40, 300, 2048):
             x = small(tokens, 4096, torch.bfloat16, device)
-            assert torch.equal(layer(x), exact_product(x, layer.to_dense()))
+            assert torch.equal(layer(x), exact_product(x, layer.to_dense()).relu())
 
     # torch says once in a process that the mode which finds synchronisation is a prototype.
     @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

@@ -1,5 +1,7 @@
 """Modules: parameters and one operator call."""
 
+from .normed import after_norm as after_norm
+from .normed import rms_eps as rms_eps
 from .pointwise import Pointwise as Pointwise
 from .pointwise import pointwise_as_linear as pointwise_as_linear
 from .pointwise import restore_convolutions as restore_convolutions

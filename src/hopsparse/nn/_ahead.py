@@ -11,14 +11,22 @@ from ..ops.spmm_nm.dense import counts_of
 from ._codes import prepare_codes
 
 
-def prepare_kernels(matrix: SparseMatrix, tokens: int, bias: Tensor | None) -> bool:
+def prepare_kernels(
+    matrix: SparseMatrix, tokens: int, bias: Tensor | None, act: str | None
+) -> bool:
     """Compile and load the kernels of calls with up to `tokens` rows of x.
+
+    Args:
+        matrix: The weight.
+        tokens: Most rows of x.
+        bias: Of the layer.
+        act: What follows its product.
 
     Returns:
         Whether some of those calls multiply by the decoded weight all the same.
     """
     if isinstance(matrix, BSR):
-        return not prepare_bsr(matrix, tokens)
-    if isinstance(matrix, NM) and prepare_nm(matrix, tokens):
+        return not prepare_bsr(matrix, tokens, act=act)
+    if isinstance(matrix, NM) and prepare_nm(matrix, tokens, act=act):
         return counts_of(matrix).reach(tokens)
     return not (isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, bias))

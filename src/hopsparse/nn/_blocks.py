@@ -12,7 +12,9 @@ from ..ops._product import check_inputs
 from ..ops.spmm_bsr import op as spmm_bsr
 
 
-def product_of_blocks(layer: nn.Module, form: BSR, x: Tensor) -> Tensor | None:
+def product_of_blocks(
+    layer: nn.Module, form: BSR, x: Tensor, act: str | None = None
+) -> Tensor | None:
     """The product by the kernel; None where a layer multiplies by the decoded weight instead.
 
     That is where dense is predicted to be as fast, or a gradient is to be kept, which dense has at
@@ -22,6 +24,7 @@ def product_of_blocks(layer: nn.Module, form: BSR, x: Tensor) -> Tensor | None:
         layer: Has the parts, and keeps what was made of them as `_assembled`.
         form: The weight without its tensors.
         x: [..., in_features].
+        act: What follows the product.
 
     Raises:
         ArgumentError: `x` does not fit.
@@ -37,7 +40,7 @@ def product_of_blocks(layer: nn.Module, form: BSR, x: Tensor) -> Tensor | None:
     check_inputs("linear", matrix, x, bias)
     if x.numel() == 0 or not spmm_bsr.uses_kernel(matrix, x, kept=True):
         return None
-    return spmm_bsr.run_kernel(matrix, x, bias)
+    return spmm_bsr.run_kernel(matrix, x, bias, act or "none")
 
 
 def _put_together(layer: nn.Module, form: BSR) -> BSR:

@@ -27,12 +27,13 @@ def classes(max_tokens: int) -> Iterator[int]:
         yield tokens
 
 
-def prepare(w: BSR, max_tokens: int) -> bool:
+def prepare(w: BSR, max_tokens: int, *, act: str | None = None) -> bool:
     """Make ready what calls of a layer with up to `max_tokens` rows of x run.
 
     Args:
         w: The weight.
         max_tokens: 1 or more.
+        act: As for `spmm_bsr`.
 
     Returns:
         Whether all of them run the kernel, so that nothing needs to be decoded.
@@ -47,17 +48,17 @@ def prepare(w: BSR, max_tokens: int) -> bool:
     found = {tokens: decided(w, _rows(w, tokens)) for tokens in classes(max_tokens)}
     chosen = [each for each in found.values() if each.uses_kernel(kept=True)]
     if chosen:
-        _load(w, list(dict.fromkeys(each.config for each in chosen)))
+        _load(w, list(dict.fromkeys(each.config for each in chosen)), act or "none")
         ready(w)
     return len(chosen) == len(found)
 
 
-def _load(w: BSR, configs: list[Config]) -> None:
+def _load(w: BSR, configs: list[Config], activation: str) -> None:
     from ...compiler import KernelCache
     from ...launch import kernel_for
 
     dtype = str(w.dtype).removeprefix("torch.")
-    specs = [spec_of(config, w.shape[0], dtype) for config in configs]
+    specs = [spec_of(config, w.shape[0], dtype, activation=activation) for config in configs]
     cache = KernelCache.default()
     # Side by side what is then loaded one after the other.
     for built in cache.compile_all(specs):

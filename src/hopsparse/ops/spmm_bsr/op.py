@@ -127,11 +127,11 @@ def _run_decoding(
     )
 
 
-def run_kernel(w: BSR, x: Tensor, bias: Tensor | None) -> Tensor:
+def run_kernel(w: BSR, x: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
     """`spmm_bsr` where `why_no_kernel` and `check_inputs` passed, and nothing records the call."""
     from .device import run
 
-    return run(w, x, bias, None, "none", 1, x.dtype)
+    return run(w, x, bias, None, activation, 1, x.dtype)
 
 
 def plan(w: BSR, x: Tensor) -> Plan:
