@@ -26,19 +26,21 @@ from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
-from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.cost import counted
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
 from ..ops.spmm_nm.reference import apply_activation
-from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, rounded, takes_codes
+from ._ahead import prepare_kernels
+from ._blocks import product_of_blocks
+from ._codes import codes_plan, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import allocated, broken_parts, device_type, realigned, stored, values_only
 
-# The operator and the plan of each format that has them; the others run as the plain product.
-_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
-    "nm": (spmm_nm.spmm_nm, spmm_nm.plan),
-    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
-    "csr": (spmm_csr.spmm_csr, spmm_csr.plan),
+# Of each format that has them: the operator, its plan, and the plan of a layer that keeps a decoded
+# weight. The others run as the plain product.
+_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan], Callable[..., Plan]]] = {
+    "nm": (spmm_nm.spmm_nm, spmm_nm.plan, spmm_nm.plan_kept),
+    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan_kept),
+    "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan),
 }
 
 # Where layers run. To ask torch for more (is_autocast_available) breaks graphs in torch 2.11.
@@ -53,8 +55,9 @@ class SparseLinear(nn.Module):
 
     A 2:4 weight of 16-bit values, or of codes of a scheme with a kernel (docs/quant.md), runs it on
     a Hopper GPU, and nothing is decoded; except for token counts where `hopsparse tune` measured
-    dense to be faster (docs/ops/spmm_nm.md). There, and with every other weight, the first call
-    decodes it and later calls multiply with what it made: the time of the dense layer, and its
+    dense to be faster (docs/ops/spmm_nm.md). So does a weight in blocks where its kernel is
+    predicted to beat dense (docs/ops/spmm_bsr.md). There, and with every other weight, the first
+    call decodes it and later calls multiply with what it made: the time of the dense layer, and its
     memory on top of the stored matrix. The decoded weight has the dtype of the values on every
     device (2 bytes an entry in bfloat16; `plan(x).describe()` says how many in all) and is never
     saved, copied or moved. It is dropped when a part is another tensor or was changed in place;
@@ -77,8 +80,8 @@ class SparseLinear(nn.Module):
     checkpoint.
 
     A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
-    because decoding reads counts back from the GPU. A layer with a kernel always captures that:
-    its replays read the parts as they are then.
+    because decoding reads counts back from the GPU. A 2:4 layer with a kernel always captures that:
+    its replays read the parts as they are then. Those of blocks read them as of the last call.
 
     Args:
         matrix: The weight, in any format.
@@ -209,10 +212,8 @@ class SparseLinear(nn.Module):
         """
         matrix, _ = self.matrix, device_type(x)
         keeps, known = self._may_keep(matrix), _OPERATORS.get(matrix.name)
-        if keeps and isinstance(matrix, NM):
-            plan = spmm_nm.plan_kept(matrix, x)
-        else:
-            plan = known[1](matrix, x) if known else product_plan("linear", x)
+        of_op = known and (known[2] if keeps else known[1])
+        plan = of_op(matrix, x) if of_op else product_plan("linear", x)
         if isinstance(matrix, Quantized):
             plan = codes_plan(matrix, x, self.bias) or plan
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")
@@ -229,11 +230,8 @@ class SparseLinear(nn.Module):
             CompileError: A kernel does not compile.
             UnsupportedError: A CUDA graph is being captured.
         """
-        matrix, tokens = self.matrix, counted(max_tokens)
-        codes = isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, self.bias)
-        decodes = not codes
-        if isinstance(matrix, NM) and prepare_nm(matrix, tokens):
-            decodes = counts_of(matrix).reach(tokens)
+        matrix = self.matrix
+        decodes = prepare_kernels(matrix, counted(max_tokens), self.bias, self.act)
         if decodes and self._may_keep(matrix) and self._kept_weight() is None:
             self._decode(matrix)
 
@@ -291,6 +289,8 @@ class SparseLinear(nn.Module):
             if takes_codes(form, x, self.bias):
                 return product_of_codes(put_together(self, form), x, self.bias, act)
             x = rounded(x, form, self._buffers.get("input_scale"))
+        elif isinstance(form, BSR) and (y := product_of_blocks(self, form, x, act)) is not None:
+            return y
         return apply_activation(self._run_decoded(x), act or "none")
 
     def _run_decoded(self, x: Tensor) -> Tensor:
