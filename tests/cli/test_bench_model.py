@@ -35,6 +35,19 @@ def test_ways_of_a_real_folder_side_by_side(
     assert "4/4 2:4: decode 1 x 4, about 0 s left" in result.stderr
 
 
+def test_options_before_the_word_are_not_lost(run: Run) -> None:
+    result = run("bench", "--tokens", 7, "model", "--config", "llama-3-8b")
+    assert result.exit_code == 2
+    assert "--tokens belongs behind model" in " ".join(result.stderr.split())
+
+
+def test_what_is_no_dense_model_is_refused(run: Run, sparse_model: Path) -> None:
+    result = run("bench", "model", "/nowhere/at/all", *SMALL)
+    assert result.exit_code == 2
+    found = run("bench", "model", sparse_model, "--ways", "dense, eager", *SMALL)
+    assert "a model whose blocks hold no dense layers" in " ".join(found.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

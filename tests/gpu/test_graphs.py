@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import hopsparse
 from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM, NMPattern
-from hopsparse.graphs import accelerate, capture, fuse_activations
+from hopsparse.graphs import Captured, accelerate, capture, fuse_activations
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import quantize_rows, spmm_nm
 from hopsparse.prune import magnitude
@@ -133,6 +134,50 @@ def test_weights_changed_in_place_are_seen_and_replaced_ones_after_recapture(
     assert torch.equal(run(x), model(x))
 
 
+@pytest.mark.parametrize("fmt", ["csr", "nm"])
+def test_a_decoded_copy_lives_and_its_change_is_seen(fmt: str, device: torch.device) -> None:
+    """Layers without a kernel multiply by a copy, which a change of the weight would free."""
+    dtype = torch.float32 if fmt == "nm" else torch.bfloat16
+    layers = [SparseLinear.from_linear(dense_layer(256, 256).to(dtype), fmt) for _ in range(2)]
+    model, x = layers[0], numbers(16, 256).to(dtype)
+    if model.plan(x).name == "kernel":
+        pytest.skip("this layer has a kernel by now")
+    run = capture(model, x)
+    assert len(run.recordings[0].held) == 1
+    assert torch.equal(run(x), model(x))
+    model.load_state_dict(layers[1].state_dict())
+    junk = [torch.full((256, 256), 7.0, device=device, dtype=dtype) for _ in range(20)]
+    with pytest.warns(UserWarning, match="has changed"):
+        assert torch.equal(run(x), layers[1](x))
+    run.recapture()
+    assert torch.equal(run(x), layers[1](x))
+    assert len(junk) == 20
+
+
+def test_autocast_is_that_of_the_capture(device: torch.device) -> None:
+    linear = nn.Linear(256, 256, device=device)
+    x = torch.randn(16, 256, device=device)
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        run = capture(linear, x)
+        inside = linear(x)
+    junk = [torch.full((256, 256), 7.0, device=device).bfloat16() for _ in range(20)]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(run(x), inside)
+    with pytest.warns(UserWarning, match="autocast"):
+        assert run(x).dtype == torch.float32
+    assert len(junk) == 20
+
+
+def test_threads_capture_one_after_the_other(device: torch.device) -> None:
+    models = [chain(4) for _ in range(4)]
+    inputs = [numbers(16, 256) for _ in models]
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(capture, models, inputs))
+    for run, model, x in zip(runs, models, inputs, strict=True):
+        assert run.recordings[0].early == 4
+        assert torch.equal(run(x), model(x))
+
+
 def test_a_weight_that_the_function_writes_is_not_read_early(device: torch.device) -> None:
     model = chain(2)
     first, second = model[0], model[2]
@@ -210,8 +255,9 @@ def test_a_graph_made_in_inference_mode_serves_outside(device: torch.device) -> 
     model, x = chain(2), numbers(16, 256)
     with torch.inference_mode():
         run = capture(model, x)
-        inside = run(x)
-    assert torch.equal(run(x), inside)
+        inside, want = run(x), model(x)
+    assert torch.equal(inside, want)
+    assert torch.equal(run(x), want)
 
 
 def test_the_operators_alone(device: torch.device) -> None:
@@ -235,20 +281,23 @@ def test_a_whole_decode_step_of_transformers(
     scheme: str | None, fuse: bool, device: torch.device
 ) -> None:
     """The tokens of a captured step, a static cache included, are those of the step as it is."""
-    pytest.importorskip("transformers")
     from hopsparse.models.generate import Generator
     from hopsparse.models.opened import OpenedModel
-    from tests.helpers.tiny_models import byte_tokenizer, tiny_llama
+    from tests.helpers.tiny_models import SIZES, byte_tokenizer
 
-    model = tiny_llama(hidden_size=128, head_dim=32, intermediate_size=256)
+    transformers = pytest.importorskip("transformers")
+    sizes = SIZES | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).to(torch.bfloat16)
     hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
     model = model.to(device).eval().requires_grad_(False)
     source = OpenedModel("tiny", model, byte_tokenizer(), "sparse", 0, {})
     writer, prompt = Generator(source, 64, fuse), [5, 6, 7, 8]
     found = list(writer.tokens(prompt, max_new_tokens=50))
+    assert len(set(found)) > 5  # Position, cache and token all count.
     step = writer._step
-    assert step is not None
+    assert isinstance(step, Captured)
     # Of each block: q, k, v and o; gate, up and down.
     assert step.recordings[0].early >= 3 * (4 if fuse else 7)
-    writer._step = writer._forward  # type: ignore[assignment]
+    writer._step = writer._forward
     assert list(writer.tokens(prompt, max_new_tokens=50)) == found

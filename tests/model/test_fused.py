@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern, Quantized
 from hopsparse.models.fused import GatedMLP, RowsOf, SharedInput
 from hopsparse.models.joined import join, part, why_apart
-from hopsparse.nn import SparseLinear, after_norm
+from hopsparse.nn import SparseLinear, after_norm, rms_eps
 from hopsparse.ops import interleave_gate_up
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix
@@ -82,7 +85,7 @@ def test_one_product_serves_calls_that_share_an_input() -> None:
         for each, alone in zip(parts, layers, strict=True):
             assert torch.equal(each(x), alone(x))
     assert len(runs) == 2
-    assert shared._input is None
+    assert shared._under_way == {}
     # Other orders, inputs that changed, and only some of the layers.
     assert torch.equal(parts[1](x), layers[1](x))
     x += 1
@@ -168,6 +171,74 @@ def test_what_does_not_go_together_is_left_and_named() -> None:
     }
     assert all(name.startswith("model.layers.2") for name in done.fused)
     assert len(done.fused) == 5
+
+
+def test_who_listens_or_learns_is_left_alone() -> None:
+    model = sparse(tiny_llama(), "2:4")
+    blocks = model.model.layers
+    blocks[0].mlp.register_forward_hook(lambda *_: None)
+    blocks[1].mlp.act_fn.register_forward_pre_hook(lambda *_: None)
+    query = blocks[2].self_attn.q_proj
+    values = nn.Parameter(query.values)
+    del query.values
+    query.register_parameter("values", values)
+    blocks[2].mlp.gate_proj.register_full_backward_hook(lambda *_: None)
+    done, prefix = fuse_blocks(model), "model.layers."
+    assert {names.removeprefix(prefix)[:6]: told for names, told in done.left.items()} == {
+        "0.mlp.": "the module around them has hooks",
+        "1.mlp.": "the module around them has hooks",
+        "2.self": "one is trained",
+        "2.mlp.": "one has hooks, or an activation of its own",
+    }
+
+
+def test_a_failure_midway_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, joined = sparse(tiny_llama(), "2:4"), []
+
+    def fails(layers: Any, **words: Any) -> SparseLinear:
+        joined.append(1)
+        if len(joined) == 4:
+            raise MemoryError
+        return join(layers, **words)
+
+    monkeypatch.setattr("hopsparse.models.fused.join", fails)
+    before = [type(each) for each in model.modules()]
+    with pytest.raises(MemoryError):
+        fuse_blocks(model)
+    assert [type(each) for each in model.modules()] == before
+    monkeypatch.undo()
+    assert len(fuse_blocks(model).fused) == 5 * 3
+
+
+def test_threads_have_results_of_their_own() -> None:
+    layers = [layer(rows, "2:4") for rows in (16, 8, 8)]
+    shared = SharedInput(join(layers), [16, 8, 8], None)
+    parts = [RowsOf(shared, which) for which in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def serve(seed: int) -> bool:
+        right = True
+        for number in range(100):
+            x = torch.full((1, 64), float(seed * 100 + number))
+            wanted = [each(x) for each in layers]
+            right &= all(torch.equal(a(x), b) for a, b in zip(parts, wanted, strict=True))
+        return right
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(serve, range(3)))
+    finally:
+        sys.setswitchinterval(before)
+    assert copy.deepcopy(shared)._under_way == {}
+
+
+def test_norms_that_multiply_by_more_than_their_weight_are_not_known() -> None:
+    class GemmaRMSNorm(nn.RMSNorm):
+        pass
+
+    assert rms_eps(GemmaRMSNorm(8, eps=1e-6)) is None
+    assert rms_eps(nn.RMSNorm(8, eps=1e-6)) == 1e-6
 
 
 def test_static_scales_of_their_own_stay_apart() -> None:

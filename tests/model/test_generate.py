@@ -10,15 +10,16 @@ import torch
 
 import hopsparse
 from hopsparse.errors import ArgumentError
+from hopsparse.graphs import Captured
 from hopsparse.models.fused import GatedMLP
 from hopsparse.models.generate import Generator, Sampling, chosen
 from hopsparse.models.opened import OpenedModel
-from tests.helpers.tiny_models import byte_tokenizer, tiny_llama, tiny_qwen3
+from tests.helpers.tiny_models import SIZES, byte_tokenizer, tiny_qwen3
 
 PROMPT = [5, 6, 7, 8]
 
 
-def opened(make: Any = tiny_llama, *, sparse: bool = True) -> OpenedModel:
+def opened(make: Any = tiny_qwen3, *, sparse: bool = True) -> OpenedModel:
     model = make().float()
     if sparse:
         hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude"))
@@ -26,11 +27,11 @@ def opened(make: Any = tiny_llama, *, sparse: bool = True) -> OpenedModel:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
-def test_the_likeliest_tokens_are_those_of_transformers(make: Any, fuse: bool) -> None:
-    source = opened(make)
+def test_the_likeliest_tokens_are_those_of_transformers(fuse: bool) -> None:
+    source = opened()
     ids = torch.tensor([PROMPT])
     want = source.model.generate(ids, max_new_tokens=40, do_sample=False)  # type: ignore[operator]
+    assert len(set(want[0].tolist())) > 8  # Position, cache and token all count.
     writer = Generator(source, 64, fuse)
     assert (writer.fused is not None) is fuse
     for _ in range(2):  # The second text knows nothing of the first.
@@ -49,6 +50,43 @@ def test_it_ends_where_there_is_no_room_or_at_an_end_token() -> None:
     assert list(writer.tokens(PROMPT, max_new_tokens=100)) == found[: found.index(found[2]) + 1]
 
 
+def mistral() -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).to(torch.bfloat16)
+
+
+def test_a_cache_that_counts_on_the_host_is_not_captured() -> None:
+    writer = Generator(opened(mistral), 64)
+    found = list(writer.tokens(PROMPT, max_new_tokens=20))
+    assert writer._step == writer._forward
+    ids = torch.tensor([PROMPT])
+    model: Any = writer.opened.model
+    assert model.generate(ids, max_new_tokens=20, do_sample=False)[0, 4:].tolist() == found
+    assert isinstance(Generator(opened(), 64)._decode_step(), Captured)
+
+
+def test_one_text_at_a_time() -> None:
+    writer = Generator(opened(), 64)
+    first = writer.tokens(PROMPT, max_new_tokens=5)
+    next(first)
+    assert len(list(writer.tokens(PROMPT, max_new_tokens=5))) == 5
+    with pytest.raises(ArgumentError, match="one text at a time"):
+        next(first)
+
+
+def test_it_runs_the_model_once_a_token_and_gives_it_back() -> None:
+    source, runs = opened(), []
+    with Generator(source, 64) as writer:
+        list(writer.tokens(PROMPT, max_new_tokens=1))
+        handle = source.model.register_forward_hook(lambda *_: runs.append(1))
+        list(writer.tokens(PROMPT, max_new_tokens=5))
+        handle.remove()
+    assert len(runs) == 5
+    assert not any(isinstance(each, GatedMLP) for each in source.model.modules())
+
+
 def test_a_seed_draws_the_same_text_again() -> None:
     writer = Generator(opened(), 64)
 
@@ -64,15 +102,16 @@ def test_only_the_likeliest_are_drawn() -> None:
     for top_k, known in ((1, {1}), (2, {1, 3}), (0, {0, 1, 2, 3}), (9, {0, 1, 2, 3})):
         sampling = Sampling(temperature=2.0, top_k=top_k)
         assert {int(chosen(logits, sampling, draws)) for _ in range(200)} == known
+    assert int(chosen(logits * 1e4, Sampling(temperature=1e-40), draws)) == 1
 
 
-def test_pieces_are_whole_characters() -> None:
+def test_pieces_are_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened()
     writer = Generator(source, 64)
     text = "aé€😀b"
     ids: list[int] = source.tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
-    writer.tokens = lambda *_, **__: iter([*ids, ids[1]])  # type: ignore[method-assign]
+    monkeypatch.setattr(writer, "tokens", lambda *_, **__: iter([*ids, ids[1]]))
     # The last byte starts a character that never ends.
     assert list(writer.text("x")) == [*text, "�"]
 
@@ -93,7 +132,11 @@ def test_more_tokens_than_the_context_are_refused(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"seed": -1}]
+    "wrong",
+    [
+        *({"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": float("inf")}),
+        *({"top_k": -1}, {"top_k": 1.5}, {"seed": -1}, {"seed": 2**70}),
+    ],
 )
 def test_sampling_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="Sampling"):

@@ -50,7 +50,7 @@ def test_every_way_is_timed_in_every_phase_and_failures_are_told() -> None:
     ways = (
         ModelWay("dense", leave),
         ModelWay("fails", refuses),
-        ModelWay("2:4", ours_16, captured=True, ours=True),
+        ModelWay("2:4", ours_16, captured=True),
     )
     found = list(race(make, ways, PHASES, rounds=2))
     assert [(each.way, each.phase) for each in found] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import hopsparse
 from hopsparse.errors import ArgumentError
 from hopsparse.graphs import Captured, accelerate, capture, fuse_activations
 from hopsparse.graphs.captured import Recording, with_tokens
-from hopsparse.launch import EarlyStarts, starts_early
+from hopsparse.launch import EarlyStarts, Held, hold, holding, starts_early
 from hopsparse.nn import SparseLinear
 
 K = 4
@@ -90,7 +91,7 @@ def test_what_fits_no_graph_runs_eagerly_and_says_so_once(x: Tensor, why: str) -
 def test_inputs_that_are_none_are_refused_or_left_to_the_function() -> None:
     run, _ = captured(2)
     with pytest.raises(ArgumentError, match="inputs of a tensor on cpu, int"):
-        run(numbers(2), 3)
+        run(numbers(2), 3)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="0 inputs"), pytest.raises(TypeError):
         run()
 
@@ -133,6 +134,65 @@ def test_inputs_in_the_memory_of_the_graph_are_not_copied() -> None:
     assert torch.equal(run(square.mT, scale)["y"], numbers(4).mT * 10)
     with pytest.raises(ArgumentError, match=r"inputs of 9 tokens.*\(2, 8\)"):
         run.inputs_for(9)
+
+
+def test_inputs_in_each_others_memory_are_read_before_they_are_written() -> None:
+    def subtract(a: Tensor, b: Tensor) -> Tensor:
+        return a - b
+
+    a, b, y = torch.empty(4), torch.empty(4), torch.empty(4)
+
+    def replay() -> None:
+        y.copy_(a - b)
+
+    example = torch.ones(4), torch.ones(4)
+    run = Captured(subtract, example, lambda: {0: Recording((a, b), y, replay)})
+    a.fill_(5)
+    b.fill_(2)
+    assert torch.equal(run(b, a), torch.full((4,), -3.0))
+
+
+def test_what_a_graph_copied_is_asked_for_at_every_call() -> None:
+    current = [True]
+    run, calls = captured(8)
+    held = Held(torch.ones(1), lambda: current[0])
+    run.recordings = {8: replace(run.recordings[8], held=(held,))}
+    x, scale = numbers(3), torch.ones(1)
+    assert torch.equal(run(x, scale)["y"], x * 2)
+    current[0] = False
+    with pytest.warns(UserWarning, match=r"decoded copy of has changed; recapture\(\)"):
+        assert torch.equal(run(x, scale)["y"], x * 2)
+    assert calls == [8]
+
+
+def test_another_autocast_is_another_function() -> None:
+    run, calls = captured(8)
+    x, scale = numbers(3), torch.ones(1)
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", not before)
+    try:
+        with pytest.warns(UserWarning, match="autocast"):
+            run(x, scale)
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    run(x, scale)
+    assert calls == [8]
+
+
+def test_a_failed_capture_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = captured(8)
+    monkeypatch.setattr(run, "_record", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.recapture()
+    assert run.plan(numbers(3), torch.ones(1)).why == "the last capture failed"
+
+
+def test_layers_tell_a_capture_of_the_copies_they_read() -> None:
+    copy = torch.ones(1)
+    hold(copy, lambda: True)
+    with holding() as found:
+        hold(copy, lambda: False)
+    assert [(each.copy is copy, each.is_current()) for each in found] == [(True, False)]
 
 
 def test_a_release_frees_and_runs_eagerly() -> None:
@@ -215,6 +275,25 @@ def test_activations_behind_sparse_layers_are_fused_and_come_back() -> None:
     assert torch.equal(model(x), want)
 
 
+def test_a_sequential_with_a_forward_of_its_own_is_left_alone() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self[0](x)
+            relu: Tensor = self[1](h)
+            return h + relu
+
+    model = Residual(SparseLinear.from_linear(nn.Linear(K, K), "csr"), nn.ReLU())
+    assert fuse_activations(model).count == 0
+
+
+def test_an_activation_that_is_none_is_refused() -> None:
+    layer = SparseLinear.from_linear(nn.Linear(K, 24), "csr")
+    for wrong in ("Relu", "tanh", "none", "swiglu"):
+        with pytest.raises(ArgumentError, match=wrong):
+            layer.act = wrong
+    assert layer.act is None
+
+
 def test_a_layer_with_a_hook_is_left_alone() -> None:
     model = layers()
     model[0].register_forward_hook(lambda *_: None)
@@ -260,7 +339,7 @@ def test_only_weights_that_every_run_found_unchanged_start_early() -> None:
     assert not starts_early(kept)
 
 
-def test_tensors_without_versions_are_known_by_their_place() -> None:
+def test_tensors_whose_changes_are_not_counted_never_start_early() -> None:
     with torch.inference_mode():
         weight = torch.ones(3)
     starts = EarlyStarts()
@@ -268,4 +347,14 @@ def test_tensors_without_versions_are_known_by_their_place() -> None:
         with starts.watch():
             starts_early(weight)
     with starts.use():
-        assert starts_early(weight)
+        assert not starts_early(weight)
+
+
+def test_a_run_without_launches_counts_as_a_run() -> None:
+    weight, starts = torch.ones(3), EarlyStarts()
+    with starts.watch():
+        pass
+    with starts.watch():
+        starts_early(weight)
+    with starts.use():
+        assert not starts_early(weight)

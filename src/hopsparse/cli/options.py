@@ -103,6 +103,12 @@ def unless_subcommand(shell: Callable[..., None]) -> Callable[..., None]:
     def callback(context: typer.Context, **values: Any) -> None:
         if context.invoked_subcommand is None:
             shell(**values)
+            return
+        for name in values:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                told = f"--{name.replace('_', '-')} belongs behind {context.invoked_subcommand}"
+                raise typer.BadParameter(told, context)
 
     known = inspect.signature(shell).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import ArgumentError, UnsupportedError
+from ..launch import Held, is_capturing
 from ..launch import capture as capture_graph
-from ..launch import is_capturing
 from ..ops._product import Plan
 
 _WARMUP = 3
@@ -29,20 +30,24 @@ class Recording:
         outputs: What it writes: tensors, or tuples, lists and dicts of them.
         replay: Runs it on torch's current stream.
         early: Launches in it that start before the kernel ahead of them has ended.
+        held: Copies of weights that it reads.
     """
 
     inputs: tuple[Tensor, ...]
     outputs: Any
     replay: Callable[[], None]
     early: int = 0
+    held: tuple[Held, ...] = ()
 
 
 class Captured:
     """A function that replays what it was captured as, where a call fits, and else runs as it is.
 
-    Weights may change in place: a replay reads what they are then. After tensors were replaced
-    (`model.to()`, `load_state_dict(assign=True)`) call `recapture`. Calls take turns: it has one
-    set of inputs, so that two streams or threads must not call it at a time.
+    Weights may change in place: a replay reads what they are then. Layers that multiply by a copy
+    of their weight, decoded, are the exception: once such a weight has changed, calls run eagerly.
+    After tensors were replaced (`model.to()`, `load_state_dict(assign=True)`) call `recapture`. A
+    graph is of the autocast that was on at its capture; under another one, calls run eagerly. Calls
+    take turns: it has one set of inputs, so that two streams or threads must not call it at a time.
 
     Attributes:
         buckets: Token counts that were captured, ascending; empty where the shapes of the example
@@ -61,7 +66,7 @@ class Captured:
     ) -> None:
         self._fn, self._example, self._record = fn, example, record
         self._reuse, self._on_release = reuse_outputs, on_release
-        self._warned, self._released = False, False
+        self._warned, self._gone, self._autocast = False, "", _autocast()
         self.recordings: Mapping[int, Recording] = {}
         self.recapture()
 
@@ -76,14 +81,16 @@ class Captured:
         Raises:
             UnsupportedError: A CUDA graph is being captured.
         """
-        self.recordings = {}  # What they hold is free before more is asked for.
-        self.recordings, self._released = self._record(), False
+        self.recordings, self._gone = {}, "the last capture failed"  # Their memory is free now.
+        self._autocast = _autocast()
+        self.recordings, self._gone = self._record(), ""
 
     def release(self) -> None:
         """Free the graphs, and undo what `accelerate` changed; later calls run eagerly."""
-        self.recordings, self._released = {}, True
+        self.recordings, self._gone = {}, "the graphs were released"
         if self._on_release is not None:
             self._on_release()
+            self._on_release = None
 
     def inputs_for(self, tokens: int = 0) -> tuple[Tensor, ...]:
         """The memory that a call of so many tokens reads: who writes there spares the copies.
@@ -142,11 +149,10 @@ class Captured:
             return self._run(inputs, found)
         bucket, recording = found
         tokens = inputs[0].shape[0] if bucket else 0
+        cut = self._with_tokens(bool(bucket))
+        pairs = zip(recording.inputs, cut, strict=True)
         with torch.no_grad():
-            for target, given, has_tokens in zip(
-                recording.inputs, inputs, self._with_tokens(bool(bucket)), strict=True
-            ):
-                _copy(target[:tokens] if has_tokens else target, given)
+            _copy([x[:tokens] if has_tokens else x for x, has_tokens in pairs], inputs)
             recording.replay()
             return tree_map_only(Tensor, partial(self._result, tokens), recording.outputs)
 
@@ -165,8 +171,9 @@ class Captured:
     def _find(self, inputs: tuple[Tensor, ...]) -> tuple[int, Recording] | str:
         """The graph that a call fits, or why there is none."""
         if not self.recordings:
-            where = self._example[0].device.type
-            return "the graphs were released" if self._released else f"tensors are on {where}"
+            return self._gone or f"tensors are on {self._example[0].device.type}"
+        if _autocast() != self._autocast:
+            return "autocast is not what it was at the capture"
         if len(inputs) != len(self._example):
             return f"{len(inputs)} inputs, and {len(self._example)} were captured"
         buckets = self.buckets
@@ -178,14 +185,15 @@ class Captured:
             shape = (tokens, *known.shape[1:]) if has_tokens[i] else tuple(known.shape)
             if tuple(given.shape) != shape:
                 return f"input {i} is {list(given.shape)}, and {list(known.shape)} was captured"
-        if not buckets:
-            return 0, self.recordings[0]
-        if tokens == 0:
+        if buckets and tokens == 0:
             return "no tokens"
-        for bucket in buckets:
-            if tokens <= bucket:
-                return bucket, self.recordings[bucket]
-        return f"{tokens} tokens, and at most {buckets[-1]} were captured"
+        bucket = next((each for each in buckets if tokens <= each), None) if buckets else 0
+        if bucket is None:
+            return f"{tokens} tokens, and at most {buckets[-1]} were captured"
+        recording = self.recordings[bucket]
+        if not all(each.is_current() for each in recording.held):
+            return "a weight that the graph reads a decoded copy of has changed; recapture()"
+        return bucket, recording
 
     def _with_tokens(self, has_buckets: bool) -> list[bool]:
         return with_tokens(self._example) if has_buckets else [False] * len(self._example)
@@ -258,22 +266,43 @@ def _record(
             # Inputs that were made in inference mode could not be written outside it.
             with torch.inference_mode(False), torch.no_grad():
                 inputs = _inputs_of(example, bucket)
-            with torch.no_grad():
+            with torch.no_grad(), _no_autocast_cache():
                 graph = capture_graph(partial(fn, *inputs), warmup=_WARMUP, pool=pool, early=True)
             if bucket:
                 _check_outputs(graph.outputs, bucket)
             pool = graph.recorded.pool()
-            found[bucket] = Recording(inputs, graph.outputs, graph.replay, graph.early)
+            found[bucket] = Recording(inputs, graph.outputs, graph.replay, graph.early, graph.held)
     return found
 
 
-def _copy(target: Tensor, given: Tensor) -> None:
-    """Copy an input to where a graph reads it, unless it is there."""
-    if (target.data_ptr(), target.stride()) == (given.data_ptr(), given.stride()):
-        return
-    if target.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
-        given = given.clone()  # Rows of that memory, in another order.
-    target.copy_(given)
+def _copy(targets: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Copy inputs to where a graph reads them, unless they are there."""
+    places = {target.untyped_storage().data_ptr() for target in targets}
+    moved = []
+    for target, given in zip(targets, inputs, strict=True):
+        if (target.data_ptr(), target.stride()) == (given.data_ptr(), given.stride()):
+            continue
+        if given.untyped_storage().data_ptr() in places:
+            given = given.clone()  # Else it could be written before it is read.
+        moved.append((target, given))
+    for target, given in moved:
+        target.copy_(given)
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps copies of weights until it ends; a graph would read them for longer."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _inputs_of(example: tuple[Tensor, ...], bucket: int) -> tuple[Tensor, ...]:

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 from torch import nn
 
-from ..nn import SparseLinear
+from ..nn import SparseLinear, has_hooks
+
+_IN_TURN = nn.Sequential.forward
 
 
 @dataclass
@@ -67,13 +69,14 @@ def fuse_activations(model: nn.Module) -> Fused:
             uses[id(child)] = uses.get(id(child), 0) + 1
     fused = Fused()
     for parent in model.modules():
-        if not isinstance(parent, nn.Sequential):
+        # A subclass may do other things with its children than call one after the other.
+        if not isinstance(parent, nn.Sequential) or type(parent).forward is not _IN_TURN:
             continue
         for (_, layer), (name, activation) in pairwise(list(parent._modules.items())):
             act = _name_of(activation)
             if not isinstance(layer, SparseLinear) or layer.act is not None or act is None:
                 continue
-            if uses[id(layer)] > 1 or uses[id(activation)] > 1 or _hooked(layer, activation):
+            if uses[id(layer)] > 1 or uses[id(activation)] > 1 or has_hooks(layer, activation):
                 continue
             layer.act = act
             parent._modules[name] = nn.Identity().train(activation.training)
@@ -91,16 +94,3 @@ def _name_of(activation: nn.Module | None) -> str | None:
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     return None
-
-
-def _hooked(*modules: nn.Module | None) -> bool:
-    return any(
-        module is not None
-        and (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        )
-        for module in modules
-    )

@@ -3,6 +3,7 @@
 from .driver import DeviceFacts, check, device_facts, require_driver
 from .early import EarlyStarts, Turn, starts_early
 from .graph import Graph, capture
+from .held import Held, hold, holding
 from .kernel import Args, Bound, Kernel, KnownLaunches, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
@@ -17,6 +18,7 @@ __all__ = [
     "EarlyStarts",
     "Element",
     "Graph",
+    "Held",
     "Kernel",
     "KnownLaunches",
     "Turn",
@@ -26,6 +28,8 @@ __all__ = [
     "current_stream",
     "device_facts",
     "encode",
+    "hold",
+    "holding",
     "is_capturing",
     "kernel_for",
     "max_active_blocks",

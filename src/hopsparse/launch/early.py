@@ -39,17 +39,17 @@ class EarlyStarts:
 
     def __init__(self) -> None:
         self.allowed = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int]] | None = None
         self._in_last: set[tuple[int, int]] = set()
         self._captures = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Watch one run, in which nothing starts early."""
-        first, self._in_last = not self._in_last, set()
+        self._in_last = set()
         with self._at_work(captures=False):
             yield
-        self._seen = self._in_last if first else self._seen & self._in_last
+        self._seen = self._in_last if self._seen is None else self._seen & self._in_last
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -72,12 +72,14 @@ class EarlyStarts:
         Args:
             weights: What it reads before it waits.
         """
-        # torch counts no versions of tensors that were made in inference mode.
-        found = {(w.data_ptr(), -1 if w.is_inference() else w._version) for w in weights}
+        # torch counts no changes of tensors that were made in inference mode.
+        if any(w.is_inference() for w in weights):
+            return False
+        found = {(w.data_ptr(), w._version) for w in weights}
         if not self._captures:
             self._in_last |= found
             return False
-        allowed = found <= self._seen
+        allowed = found <= (self._seen or set())
         self.allowed += allowed
         return allowed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,8 +13,12 @@ import torch
 
 from ..errors import ArgumentError
 from .early import EarlyStarts
+from .held import Held, holding
 
 Outputs = TypeVar("Outputs")
+
+# A function may capture another one in the runs before its own capture.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,13 @@ class Graph(Generic[Outputs]):
         recorded: The graph of torch; its `pool()` may be shared with others.
         outputs: What the captured function returned. A replay writes the same tensors again.
         early: Launches in it that start before the kernel ahead of them has ended.
+        held: Copies that it reads.
     """
 
     recorded: torch.cuda.CUDAGraph
     outputs: Outputs
     early: int = 0
+    held: tuple[Held, ...] = ()
 
     def replay(self) -> None:
         """Run everything again on torch's current stream, reading the same addresses."""
@@ -55,6 +62,15 @@ def capture(
     least = 2 if early else 0
     if warmup < least:
         raise ArgumentError(f"warmup {warmup}", need=f"at least {least} runs", hint="3")
+    # One stream serves all captures of a GPU: another thread's would become part of this one.
+    with _ONE_AT_A_TIME, holding() as held:
+        recorded, outputs, starts = _captured(fn, warmup, pool, early, held)
+    return Graph(recorded, outputs, starts.allowed, tuple(held))
+
+
+def _captured(
+    fn: Callable[[], Outputs], warmup: int, pool: Any, early: bool, held: list[Held]
+) -> tuple[torch.cuda.CUDAGraph, Outputs, EarlyStarts]:
     starts, side = EarlyStarts(), _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -62,12 +78,13 @@ def capture(
             with starts.watch() if early else nullcontext():
                 fn()
     torch.cuda.current_stream().wait_stream(side)
+    held.clear()
     graph = torch.cuda.CUDAGraph()
     # What other threads do meanwhile is no part of it, and cannot spoil it.
     captured = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
     with captured, starts.use() if early else nullcontext():
         outputs = fn()
-    return Graph(graph, outputs, starts.allowed)
+    return graph, outputs, starts
 
 
 @cache

@@ -42,12 +42,20 @@ class Watch:
             torch.cuda.synchronize(self._device)
         self.ms.append((time.perf_counter() - started) * 1e3)
 
+    def seconds(self) -> float:
+        """Since the watch was made."""
+        return time.perf_counter() - self._started
+
     def watts(self) -> float | None:
-        """Mean power since the watch was made; None where the device does not count energy."""
-        joules = self._energy()
-        if joules is None or self._joules is None:
+        """Mean power since the watch was made.
+
+        None where the device does not count energy, and before a second is over: it counts by
+        steps.
+        """
+        joules, seconds = self._energy(), self.seconds()
+        if joules is None or self._joules is None or seconds < 1.0:
             return None
-        return round((joules - self._joules) / (time.perf_counter() - self._started), 1)
+        return round((joules - self._joules) / seconds, 1)
 
     def memory_bytes(self) -> int:
         """Most that was allocated since `emptied`; of a CPU 0."""

@@ -67,14 +67,12 @@ class ModelWay:
         prepare: Changes the projections of a dense model in place.
         compiled: By torch.compile.
         captured: The decode step replays a CUDA graph.
-        ours: Whether kernels of hopsparse run.
     """
 
     name: str
     prepare: Callable[[nn.Module], None]
     compiled: bool = False
     captured: bool = False
-    ours: bool = False
 
 
 class DenseFp8(nn.Module):
@@ -120,13 +118,21 @@ def projections(model: nn.Module) -> dict[str, nn.Linear]:
 
 def replace_projections(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
     """Put another layer in the place of each projection."""
-    for name, linear in projections(model).items():
+    found = projections(model)
+    if not found:
+        raise ArgumentError(
+            "a model whose blocks hold no dense layers",
+            need="a dense model, of which each way makes its own",
+            hint="the model that the sparse one was made from",
+        )
+    for name, linear in found.items():
         home, _, last = name.rpartition(".")
         setattr(model.get_submodule(home), last, make(linear).eval())
 
 
 def leave(model: nn.Module) -> None:
     """Dense as it is."""
+    replace_projections(model, lambda linear: linear)
 
 
 def dense_fp8(model: nn.Module) -> None:
@@ -174,10 +180,10 @@ WAYS = (
     ModelWay("dense, compiled", leave, compiled=True, captured=True),
     ModelWay("dense fp8, compiled", dense_fp8, compiled=True, captured=True),
     ModelWay("torch 2:4, eager", torch_two_four),
-    ModelWay("2:4", ours_16, captured=True, ours=True),
-    ModelWay("2:4, compiled", ours_16, compiled=True, captured=True, ours=True),
-    ModelWay("2:4+fp8", ours_in("fp8"), captured=True, ours=True),
-    ModelWay("2:4+fp8, compiled", ours_in("fp8"), compiled=True, captured=True, ours=True),
+    ModelWay("2:4", ours_16, captured=True),
+    ModelWay("2:4, compiled", ours_16, compiled=True, captured=True),
+    ModelWay("2:4+fp8", ours_in("fp8"), captured=True),
+    ModelWay("2:4+fp8, compiled", ours_in("fp8"), compiled=True, captured=True),
 )
 
 

@@ -7,16 +7,17 @@ modules are replaced by ones that answer in the same way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..formats import Quantized
-from ..nn import SparseLinear, after_norm, rms_eps
+from ..nn import SparseLinear, after_norm, has_hooks, rms_eps
 from .joined import join, part, why_apart
 from .rules import family_blocks, family_of
 
@@ -68,15 +69,33 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
     if any(isinstance(module, SharedInput) for module in model.modules()):
         raise ArgumentError("a model that is fused already", need="one that is not", hint="undo()")
     done = FusedBlocks()
-    for path in family_blocks(family, model):
-        block = model.get_submodule(path)
-        gated = family.channels[0]
-        for norm, names in family.scales:
-            if names == gated.makers:
-                _fuse_gated(done, path, block, norm, gated.makers, gated.taker)
-            elif len(names) > 1:
-                _fuse_rows(done, path, block, norm, names)
+    try:
+        for path in family_blocks(family, model):
+            block = model.get_submodule(path)
+            gated = family.channels[0]
+            for norm, names in family.scales:
+                if names == gated.makers:
+                    _fuse_gated(done, path, block, norm, gated.makers, gated.taker)
+                elif len(names) > 1:
+                    _fuse_rows(done, path, block, norm, names)
+    except BaseException:
+        done.undo()
+        raise
     return done
+
+
+class _UnderWay(NamedTuple):
+    """Results that were made, and not all taken.
+
+    Attributes:
+        x: What they were made of.
+        version: Of x.
+        left: Each, until it is taken.
+    """
+
+    x: Tensor
+    version: int
+    left: list[Tensor | None]
 
 
 class SharedInput(nn.Module):
@@ -94,8 +113,7 @@ class SharedInput(nn.Module):
     def __init__(self, linear: SparseLinear, sizes: list[int], norm: nn.Module | None) -> None:
         super().__init__()
         self.linear, self.sizes, self.norm = linear, sizes, norm
-        self._input: tuple[Tensor, int] | None = None
-        self._left: list[Tensor | None] = []
+        self._under_way: dict[int, _UnderWay] = {}  # by thread
 
     def take(self, which: int, x: Tensor) -> Tensor:
         """The result of one layer.
@@ -107,17 +125,23 @@ class SharedInput(nn.Module):
         Returns:
             [..., rows of that layer], a view.
         """
-        known = self._input
         # A compiler follows x itself, whatever is done to it.
-        counts = not torch.compiler.is_compiling() and not x.is_inference()
-        version = x._version if counts else -1
-        if known is None or known[0] is not x or known[1] != version or self._left[which] is None:
-            self._input, self._left = (x, version), list(self(x).split(self.sizes, -1))
-        found = cast(Tensor, self._left[which])
-        self._left[which] = None
-        if all(each is None for each in self._left):
-            self._input = None  # Nobody asks again: the memory is free.
+        compiling = torch.compiler.is_compiling()
+        version = -1 if compiling or x.is_inference() else x._version
+        thread = 0 if compiling else threading.get_ident()
+        known = self._under_way.get(thread)
+        fits = known is not None and known.x is x and known.version == version
+        if known is None or not fits or known.left[which] is None:
+            known = _UnderWay(x, version, list(self(x).split(self.sizes, -1)))
+            self._under_way[thread] = known
+        found = cast(Tensor, known.left[which])
+        known.left[which] = None
+        if all(each is None for each in known.left):
+            self._under_way.pop(thread, None)  # Nobody asks again: the memory is free.
         return found
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_under_way": {}}
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: all results, one behind the other."""
@@ -211,6 +235,8 @@ def _fuse_gated(
     why = why_apart(layers)
     if why is None and type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
         why = "the activation between them is no SiLU"
+    if why is None and has_hooks(mlp, mlp.get_submodule("act_fn")):
+        why = "the module around them has hooks"
     if why is None and cast(SparseLinear, layers[0]).out_features % 8:
         why = "their rows are no multiple of 8"
     if why is not None:
@@ -241,22 +267,9 @@ def _norm_of(block: nn.Module, name: str, layer: SparseLinear) -> nn.Module | No
     """The norm ahead, if the rounding of that layer's inputs can take it over."""
     norm, form = block.get_submodule(name), layer._form
     rounds = isinstance(form, Quantized) and form.scheme.activations != "none"
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    return norm if rounds and rms_eps(norm) is not None and not hooked else None
+    return norm if rounds and rms_eps(norm) is not None and not has_hooks(norm) else None
 
 
 def _replace(block: nn.Module, name: str, module: nn.Module) -> None:
     home, _, last = name.rpartition(".")
     setattr(block.get_submodule(home), last, module)
-
-
-def describe(done: FusedBlocks) -> str:
-    """What was fused, for people.
-
-    Example:
-        >>> describe(FusedBlocks(["a.q", "a.k"], {"a.gate+a.up": "one is a Linear"}))
-        '2 layers are parts of others; a.gate+a.up: one is a Linear'
-    """
-    told = [f"{len(done.fused)} layers are parts of others"]
-    told += [f"{names}: {why}" for names, why in done.left.items()]
-    return "; ".join(told)

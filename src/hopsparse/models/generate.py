@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -38,19 +39,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        finite = 0.0 <= self.temperature < float("inf")
-        if not finite or self.top_k < 0 or self.seed < 0:
-            raise ArgumentError(
-                f"{self}", need="numbers from 0 on", hint="Sampling(temperature=0.7, top_k=50)"
-            )
+        whole = type(self.top_k) is type(self.seed) is int
+        fits = whole and self.top_k >= 0 and 0 <= self.seed < 2**63
+        if not fits or not 0.0 <= self.temperature < float("inf"):
+            need = "numbers from 0 on; top_k and seed whole, and of 63 bits"
+            raise ArgumentError(f"{self}", need=need, hint="Sampling(temperature=0.7, top_k=50)")
 
 
 @dataclass
 class Generator:
     """A model that writes, with room for so many tokens.
 
-    On a GPU the step that makes one token is captured once, and replayed for each. One text is
-    written at a time.
+    On a GPU the step that makes one token is captured once, and replayed for each; a model whose
+    cache counts its tokens on the host, as those with sliding windows do, runs it eagerly. One text
+    is written at a time. As a context manager it closes itself.
 
     Args:
         opened: A causal language model of transformers and its tokenizer.
@@ -88,19 +90,23 @@ class Generator:
                 need=f"2 to its context of {context}",
                 hint=f"max_tokens={context}",
             )
-        if self.fuse:
-            try:
-                self.fused = fuse_blocks(model)
-            except UnsupportedError:  # Another family: it runs as it is.
-                self.fused = None
         self._model, self._device = model, next(model.parameters()).device
         self._cache = StaticCache(config=model.config, max_cache_len=self.max_tokens)
-        self._cache_name = cache_argument(model)
-        self._step: Captured | None = None
+        self._cache_name, self._turn = cache_argument(model), 0
+        self._step: Captured | Callable[[Tensor], Tensor] | None = None
+        if self.fuse:
+            with contextlib.suppress(UnsupportedError):  # Another family: it runs as it is.
+                self.fused = fuse_blocks(model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Free the graph, and give the model back as it was."""
-        if self._step is not None:
+        if isinstance(self._step, Captured):
             self._step.release()
         if self.fused is not None:
             self.fused.undo()
@@ -119,8 +125,11 @@ class Generator:
             ArgumentError: The prompt is empty, or leaves no room.
         """
         ids: list[int] = self.opened.tokenizer(prompt)["input_ids"]
+        return self._pieces(self.tokens(ids, max_new_tokens=max_new_tokens, sampling=sampling))
+
+    def _pieces(self, tokens: Iterator[int]) -> Iterator[str]:
         shown, found = "", list[int]()
-        for token in self.tokens(ids, max_new_tokens=max_new_tokens, sampling=sampling):
+        for token in tokens:
             found.append(token)
             whole = str(self.opened.tokenizer.decode(found, skip_special_tokens=True))
             if not whole.endswith(_UNFINISHED) and len(whole) > len(shown):
@@ -146,29 +155,41 @@ class Generator:
                 need=f"at least one of each, and at most {self.max_tokens - 1} of the prompt",
                 hint=f"max_tokens={len(ids) + max(1, max_new_tokens)}",
             )
-        return self._written(ids, max_new_tokens, sampling or Sampling())
+        self._turn += 1
+        most = min(max_new_tokens, self.max_tokens + 1 - len(ids))
+        return self._written(self._turn, ids, most, sampling or Sampling())
 
-    def _written(self, ids: list[int], most: int, sampling: Sampling) -> Iterator[int]:
+    def _written(self, turn: int, ids: list[int], most: int, sampling: Sampling) -> Iterator[int]:
         draws = torch.Generator(self._device).manual_seed(sampling.seed)
-        ends, self.written = self._end_tokens(), 0
+        ends = self._end_tokens()
         step = self._decode_step()
         with torch.no_grad():
             self._cache.reset()
             logits = self._forward(torch.tensor([ids], device=self._device))
-            for position in range(len(ids), min(len(ids) + most, self.max_tokens + 1)):
-                token = chosen(logits, sampling, draws)
-                number = int(token)
-                self.written = position - len(ids) + 1
-                yield number
-                if number in ends or position == self.max_tokens:
-                    return
+        for count in range(1, most + 1):
+            token = chosen(logits, sampling, draws)
+            number, self.written = int(token), count
+            yield number
+            if number in ends or count == most:
+                return
+            if turn != self._turn:
+                raise ArgumentError(
+                    "a text that goes on after another one was started",
+                    need="one text at a time: they share a cache",
+                    hint="a Generator for each",
+                )
+            with torch.no_grad():
                 logits = step(token.view(1, 1))
 
-    def _decode_step(self) -> Captured:
+    def _decode_step(self) -> Captured | Callable[[Tensor], Tensor]:
         if self._step is None:
-            # What the runs before the capture leave in the cache is forgotten when it is reset.
+            # What these runs leave in the cache is forgotten when it is reset.
             first = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-            self._step = capture(self._forward, first, reuse_outputs=True)
+            with torch.no_grad():
+                self._forward(first)
+            self._step = self._forward
+            if counts_on_device(self._cache):
+                self._step = capture(self._forward, first, reuse_outputs=True)
         return self._step
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -181,6 +202,11 @@ class Generator:
         config = getattr(self._model, "generation_config", None) or self._model.config
         ends = config.eos_token_id
         return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def counts_on_device(cache: Any) -> bool:
+    """Whether a graph can go on with a cache: a number of the host would stay what it was."""
+    return all(isinstance(layer.get_seq_length(), Tensor) for layer in cache.layers)
 
 
 def cache_argument(model: Any) -> str:
@@ -203,7 +229,8 @@ def chosen(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> Tensor
     """
     if sampling.temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
-    scaled = logits.float() / sampling.temperature
+    # From the largest down: however small the temperature is, the largest stays finite.
+    scaled = (logits.float() - logits.max().float()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         best, places = scaled.topk(sampling.top_k)
         return places[torch.multinomial(best.softmax(-1), 1, generator=draws)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import NM, Quantized, SparseMatrix, stack_rows
-from ..nn import SparseLinear
+from ..nn import SparseLinear, has_hooks
 from ..ops import interleave_gate_up, pack_nm
 
 _PANEL = 64  # rows that are packed together
@@ -24,8 +24,10 @@ def why_apart(layers: Sequence[nn.Module]) -> str | None:
     for layer in layers:
         if type(layer) is not SparseLinear:
             return f"one is a {type(layer).__name__}"
-        if layer._forward_hooks or layer._forward_pre_hooks or layer.act is not None:
+        if has_hooks(layer) or layer.act is not None:
             return "one has hooks, or an activation of its own"
+        if not layer.matrix.parts().keys() <= layer._buffers.keys():
+            return "one is trained"
     found = [cast(SparseLinear, layer) for layer in layers]
     matrices = [layer.matrix for layer in found]
     if any(not isinstance(_codes(matrix), NM) for matrix in matrices):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, UnsupportedError
 from ..formats import BlockPattern, Form, NMPattern, Unstructured
-from ..nn import Pointwise
+from ..nn import Pointwise, has_hooks
 from ..prune import Recipe
 from . import llama, qwen
 from ._family import Family
@@ -23,7 +23,6 @@ FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen.FAMILY)
 FITS_ALL = Unstructured(0.5)
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def _reason_in_weight(linear: nn.Linear) -> str | None:
         return f"it is a {type(linear).__name__}, a subclass of nn.Linear"
     if "forward" in vars(linear):
         return "its forward was replaced"
-    if any(getattr(linear, hooks) for hooks in _HOOKS):
+    if has_hooks(linear):
         return "it has hooks"
     weight = linear._parameters.get("weight")
     if weight is None or not weight.is_leaf:

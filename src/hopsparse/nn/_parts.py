@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, FormatError
-from ..formats import BSR, Attribute, Quantized, SparseMatrix, format_named, stored_named
+from ..formats import (
+    BSR,
+    Attribute,
+    Quantized,
+    SparseMatrix,
+    format_named,
+    parse_pattern,
+    stored_named,
+)
 from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
 from ..ops._product import COMPUTE_DTYPES
 from ..ops.pack_nm.op import pack_nm
+from ..ops.spmm_nm.kernel import ACTIVATIONS, SWIGLU
 
 
 def allocated(
@@ -36,21 +45,35 @@ def allocated(
 
 
 def stored(weight: Tensor, fmt: str, options: dict[str, Any]) -> SparseMatrix:
-    """A dense weight in a format; arguments and errors are those of its `from_dense`."""
-    if fmt == "nm" and weight.is_cuda and options.keys() <= {"pattern"}:
-        return pack_nm(weight, **options)  # the same bits, in one pass of a kernel
-    return format_named(fmt).from_dense(weight, **options)
+    """A dense weight in a format; arguments and errors are those of `SparseLinear.from_linear`."""
+    if isinstance(options.get("pattern"), str):
+        options = options | {"pattern": parse_pattern(options["pattern"])}
+    try:
+        if fmt == "nm" and weight.is_cuda and options.keys() <= {"pattern"}:
+            return pack_nm(weight, **options)  # the same bits, in one pass of a kernel
+        return format_named(fmt).from_dense(weight, **options)
+    except TypeError as error:
+        raise ArgumentError(
+            f"options {sorted(options)} for format {fmt!r} ({error})",
+            need="options of its from_dense: pattern for nm, block for bsr",
+            hint=f'SparseLinear.from_linear(linear, "{fmt}")',
+        ) from error
 
 
-def realigned(matrix: BSR, itemsize: int) -> Mapping[str, Tensor]:
-    """Parts of a matrix whose values had `itemsize` bytes when they were laid out, as they must be.
+def after_cast(before: SparseMatrix, matrix: SparseMatrix) -> Mapping[str, Tensor]:
+    """Parts of a matrix that a cast of its values left laid out otherwise than they must be.
 
     Rows of small blocks start on 128 bytes.
+
+    Args:
+        before: As it was.
+        matrix: As it is.
     """
-    block = matrix.block
-    if blocks_per_line(block, itemsize) == blocks_per_line(block, matrix.dtype.itemsize):
+    if not isinstance(matrix, BSR) or before.dtype not in COMPUTE_DTYPES:
         return {}
-    return BSR.from_dense(matrix.to_dense(), block).parts()
+    block = matrix.block
+    sizes = {blocks_per_line(block, each.dtype.itemsize) for each in (before, matrix)}
+    return BSR.from_dense(matrix.to_dense(), block).parts() if len(sizes) > 1 else {}
 
 
 def broken_parts(matrix: SparseMatrix, layer: str) -> list[str]:
@@ -114,3 +137,28 @@ def values_only(
         return tensor.to(moved.device)
 
     return after, guarded
+
+
+def checked_act(name: str | None, rows: int) -> str | None:
+    """An activation that a layer can apply.
+
+    Args:
+        name: As operators call it, or None.
+        rows: Of the weight.
+
+    Raises:
+        ArgumentError: There is no such activation, or swiglu of rows that are no multiple of 16.
+    """
+    if name is not None and name not in (*ACTIVATIONS[1:], SWIGLU):
+        raise ArgumentError(
+            f"act={name!r}",
+            need="one of " + ", ".join((*ACTIVATIONS[1:], SWIGLU)) + ", or None",
+            hint=f"{ACTIVATIONS[1]!r}, or a module behind the layer",
+        )
+    if name == SWIGLU and rows % 16:
+        raise ArgumentError(
+            f"act={name!r} for {rows} rows",
+            need="a multiple of 16 rows, as interleave_gate_up makes them",
+            hint="rows of zeros at the end of gate and of up",
+        )
+    return name

@@ -9,6 +9,9 @@ from ..formats import Quantized
 from ._codes import product_of_codes, put_together, takes_codes
 from .sparse_linear import SparseLinear
 
+# Those that multiply by their weight as it is: Gemma's adds 1 to it.
+_NORMS = ("RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
 
 def rms_eps(norm: nn.Module) -> float | None:
     """The number that a norm adds to the mean square; None if it is no plain RMSNorm.
@@ -17,7 +20,7 @@ def rms_eps(norm: nn.Module) -> float | None:
         >>> rms_eps(nn.RMSNorm(8, eps=1e-5)), rms_eps(nn.LayerNorm(8))
         (1e-05, None)
     """
-    if not type(norm).__name__.endswith("RMSNorm") or set(norm._parameters) != {"weight"}:
+    if type(norm).__name__ not in _NORMS or set(norm._parameters) != {"weight"}:
         return None
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return eps if type(eps) is float else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -12,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError
-from ..formats import BSR, NM, Attribute, Quantized, SparseMatrix, parse_pattern
+from ..formats import BSR, NM, Attribute, Quantized, SparseMatrix
+from ..launch import hold
 from ..ops._product import (
-    COMPUTE_DTYPES,
     Plan,
     check_inputs,
     planned_product,
@@ -33,7 +34,15 @@ from ._ahead import prepare_kernels
 from ._blocks import product_of_blocks
 from ._codes import codes_plan, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
-from ._parts import allocated, broken_parts, device_type, realigned, stored, values_only
+from ._parts import (
+    after_cast,
+    allocated,
+    broken_parts,
+    checked_act,
+    device_type,
+    stored,
+    values_only,
+)
 
 # Of each format that has them: the operator, its plan, and the plan of a layer that keeps a decoded
 # weight. The others run as the plain product.
@@ -97,7 +106,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
-    act: str | None = None
+    _act: str | None = None
     _assembled: SparseMatrix | None
     _dense_counts: DenseCounts  # Of what was assembled last.
 
@@ -147,16 +156,7 @@ class SparseLinear(nn.Module):
                 need="an nn.Linear that has its weight",
                 hint="SparseLinear(matrix, bias)",
             )
-        if isinstance(options.get("pattern"), str):
-            options["pattern"] = parse_pattern(options["pattern"])
-        try:
-            matrix = stored(linear.weight.detach(), fmt, options)
-        except TypeError as error:
-            raise ArgumentError(
-                f"options {sorted(options)} for format {fmt!r} ({error})",
-                need="options of its from_dense: pattern for nm, block for bsr",
-                hint=f'SparseLinear.from_linear(linear, "{fmt}")',
-            ) from error
+        matrix = stored(linear.weight.detach(), fmt, options)
         return cls(matrix, linear.bias).train(linear.training)
 
     @classmethod
@@ -192,6 +192,15 @@ class SparseLinear(nn.Module):
         matrix = allocated(shape, dtype, fmt, attributes, device)
         offset = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         return cls(matrix, offset)
+
+    @property
+    def act(self) -> str | None:
+        """Activation that follows the product; setting it checks it."""
+        return self._act
+
+    @act.setter
+    def act(self, name: str | None) -> None:
+        self._act = checked_act(name, self.out_features)
 
     @property
     def matrix(self) -> SparseMatrix:
@@ -273,7 +282,7 @@ class SparseLinear(nn.Module):
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        form, act = self._form, self.act
+        form, act = self._form, self._act
         if isinstance(form, NM) and x.is_cuda:
             compiling = torch.compiler.is_compiling()
             packed = cast(NM, self.matrix) if compiling else self._packed()
@@ -303,6 +312,8 @@ class SparseLinear(nn.Module):
         check_inputs("linear", weight, x, self.bias)
         if x.device.type == "cpu":
             return product(weight, x, self.bias)
+        if not torch.compiler.is_compiling() and self._decoded is not None:
+            hold(weight, partial(still_there, self._decoded[0], self._buffers))
         return F.linear(x, weight, self.bias)
 
     def _run_decoding(self, matrix: SparseMatrix, x: Tensor) -> Tensor:
@@ -331,9 +342,9 @@ class SparseLinear(nn.Module):
         weight = self._kept_weight()
         if weight is None and self._may_keep(packed):
             weight = self._decode(packed)
-        if tokens not in self._loaded:  # A capture that follows this call takes the kernel.
-            load_nm(packed, tokens)
-            self._loaded.add(tokens)
+        if (tokens, self._act) not in self._loaded:  # A capture that follows takes the kernel.
+            load_nm(packed, tokens, self._act)
+            self._loaded.add((tokens, self._act))
         return weight
 
     def _remember(self, matrix: SparseMatrix) -> None:
@@ -342,7 +353,7 @@ class SparseLinear(nn.Module):
         self._form: SparseMatrix = matrix.with_parts(dict.fromkeys(matrix.parts()))
         self._decoded: tuple[list[MadeOf], Tensor] | None = None
         self._assembled = None
-        self._loaded: set[int] = set()
+        self._loaded: set[tuple[int, str | None]] = set()
 
     def _may_keep(self, matrix: SparseMatrix) -> bool:
         # Parts that became parameters are no buffers, where `_kept_weight` looks for them.
@@ -371,10 +382,8 @@ class SparseLinear(nn.Module):
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         if isinstance(self._form, Quantized):
             self._form = self._form.with_dtype(cast_to)
-        resized = before.dtype in COMPUTE_DTYPES and cast_to.itemsize != before.dtype.itemsize
-        if isinstance(before, BSR) and resized:
-            for name, part in realigned(cast(BSR, self.matrix), before.dtype.itemsize).items():
-                setattr(self, name, part)
+        for name, part in after_cast(before, self.matrix).items():
+            setattr(self, name, part)
         return self
 
     def _load_from_state_dict(

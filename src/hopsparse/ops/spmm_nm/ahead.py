@@ -71,12 +71,13 @@ def prepare(
     return tuple(found)
 
 
-def load(w: NM, tokens: int) -> None:
+def load(w: NM, tokens: int, act: str | None = None) -> None:
     """Load what so many tokens run, for a CUDA graph that captures it later."""
     if w.values.is_cuda:
         from .device import Epilogue, launch_for
 
-        launch_for(Problem(tokens, *w.shape), w.dtype, Epilogue(w.dtype), w.values.get_device())
+        epilogue = Epilogue(w.dtype, act or "none")
+        launch_for(Problem(tokens, *w.shape), w.dtype, epilogue, w.values.get_device())
 
 
 def _choices(w: NM, max_tokens: int, device: int, activation: str) -> dict[Config, int]:
