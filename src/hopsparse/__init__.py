@@ -103,5 +103,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_FOLDERS})
 
 
+_TOOLS = {"Any", "TYPE_CHECKING", "import_module"}
+__all__ = [name for name in __dir__() if not name.startswith("_") and name not in _TOOLS]
+
 # from_pretrained of transformers finds our checkpoints, whichever is imported first.
 _register()

@@ -38,6 +38,10 @@ def layer(rows: int, form: str, *, bias: bool = False, k: int = 64) -> SparseLin
     return SparseLinear(matrix, offset).requires_grad_(False)
 
 
+def biases_of(layers: list[SparseLinear]) -> list[nn.Parameter | None]:
+    return [each.bias for each in layers]
+
+
 def parts_of(each: SparseLinear) -> dict[str, Tensor]:
     return {name: tensor.view(torch.uint8) for name, tensor in each.state_dict().items()}
 
@@ -59,7 +63,7 @@ def test_joined_rows_are_those_of_the_layers(form: str, sizes: tuple[int, ...], 
     assert type(whole.matrix) is type(layers[0].matrix)
     assert torch.equal(whole.to_dense(), torch.cat([each.to_dense() for each in layers]))
     torch.testing.assert_close(whole(x), torch.cat([each(x) for each in layers], -1))
-    for found, right in zip(part(whole, sizes), layers, strict=True):
+    for found, right in zip(part(whole, sizes, biases_of(layers)), layers, strict=True):
         assert_same(found, right)
 
 
@@ -71,7 +75,8 @@ def test_joined_gate_and_up_end_in_swiglu(form: str, rows: int) -> None:
     right = interleave_gate_up(gate.to_dense(), up.to_dense())
     assert torch.equal(whole.to_dense(), right)
     torch.testing.assert_close(whole(x), nn.functional.silu(gate(x)) * up(x))
-    for found, alone in zip(part(whole, [rows, rows], gate_up=True), (gate, up), strict=True):
+    parts = part(whole, [rows, rows], biases_of([gate, up]), gate_up=True)
+    for found, alone in zip(parts, (gate, up), strict=True):
         assert_same(found, alone)
 
 

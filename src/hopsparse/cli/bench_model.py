@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -126,7 +127,7 @@ def _phases(options: BenchModel) -> list[Phase]:
     for kind in ("prefill", "decode"):
         for text in filter(None, getattr(options, kind).split(",")):
             sizes = text.strip().split("x")
-            if len(sizes) != 2 or not all(size.isdigit() for size in sizes):
+            if len(sizes) != 2 or not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
                 raise ArgumentError(
                     f"--{kind} {text.strip()!r}", need="BATCHxTOKENS", hint=f"--{kind} 8x512"
                 )
@@ -137,13 +138,15 @@ def _phases(options: BenchModel) -> list[Phase]:
 
 
 def _print(found: list[Found], model: str) -> None:
+    from rich.markup import escape
+
     console = stdout()
     console.print(f"{model}, bfloat16 but for what a way says\n", markup=False)
     first = {each.phase: each.ms for each in found if each.way == _FIRST and not each.error}
     table = results_table("phase", "way", "ms", "tokens/s", f"x {_FIRST}", "memory", "W")
     for each in sorted(found, key=lambda each: [other.phase for other in found].index(each.phase)):
         if each.error:
-            table.add_row(each.phase, each.way, each.error, "", "", "", "")
+            table.add_row(each.phase, each.way, escape(each.error), "", "", "", "")
             continue
         ratio = f"{first[each.phase] / each.ms:.2f}" if each.phase in first else ""
         watts = "" if each.watts is None else f"{each.watts:.0f}"

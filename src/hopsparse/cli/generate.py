@@ -41,24 +41,23 @@ def run(options: Generate) -> None:
     """Write what follows a prompt, as it comes; times and the number of tokens go to stderr."""
     import torch
 
-    from ..models.generate import Generator, Sampling
+    from ..models.generate import Generator, Sampling, prompt_ids
     from ..models.opened import open_model
 
     check_float_dtype(options.dtype)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     opened = open_model(options.model, device=options.device, dtype=getattr(torch, options.dtype))
-    ids: list[int] = opened.tokenizer(options.prompt)["input_ids"]
+    ids = prompt_ids(opened, options.prompt)
     writer = Generator(opened, len(ids) + max(1, options.max_new_tokens), options.fuse)
-    if not options.json:
-        sys.stdout.write(options.prompt)
-    pieces, times, started = [], [], time.monotonic()
+    pieces, first, started = [], None, time.monotonic()
     found = writer.text(options.prompt, max_new_tokens=options.max_new_tokens, sampling=sampling)
+    show = _silent if options.json else _shown
+    show(options.prompt)
     for piece in found:
-        times.append(time.monotonic() - started)
+        if first is None:
+            first = time.monotonic() - started, writer.written
         pieces.append(piece)
-        if not options.json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        show(piece)
     text = "".join(pieces)
     report = {
         "model": opened.name,
@@ -66,7 +65,8 @@ def run(options: Generate) -> None:
         "text": text,
         "prompt_tokens": len(ids),
         "new_tokens": writer.written,
-        "first_s": round(times[0], 3) if times else None,
+        "first_s": round(first[0], 3) if first else None,
+        "first_tokens": first[1] if first else 0,
         "seconds": round(time.monotonic() - started, 3),
         "fused_layers": len(writer.fused.fused) if writer.fused else 0,
         "left": writer.fused.left if writer.fused else {},
@@ -74,13 +74,26 @@ def run(options: Generate) -> None:
     if options.json:
         print_json(report)
     else:
-        sys.stdout.write("\n")
+        _shown("\n")
         _tell(report)
+
+
+def _shown(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:  # A terminal that is not of UTF-8.
+        sys.stdout.write(text.encode("ascii", "replace").decode())
+    sys.stdout.flush()
+
+
+def _silent(text: str) -> None:
+    """For --json, which prints all of it at the end."""
 
 
 def _tell(report: dict[str, Any]) -> None:
     rest = report["seconds"] - (report["first_s"] or 0)
-    rate = f"{(report['new_tokens'] - 1) / rest:.1f} a second after that, " if rest > 0 else ""
+    later = report["new_tokens"] - report["first_tokens"]
+    rate = f"{later / rest:.1f} a second after that, " if rest > 0 and later else ""
     first = "" if report["first_s"] is None else f"text after {report['first_s']:.2f} s, "
     stderr().print(
         f"{report['new_tokens']} tokens, {first}{rate}{report['fused_layers']} layers fused",

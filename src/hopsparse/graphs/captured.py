@@ -103,9 +103,11 @@ class Captured:
         """
         fitting = [bucket for bucket in self.recordings if bucket >= tokens > 0 or bucket == tokens]
         if not fitting:
+            known = self.buckets or "the shapes of the example, as 0"
+            none = self._gone or f"nothing: tensors are on {self._example[0].device.type}"
             raise ArgumentError(
                 f"inputs of {tokens} tokens",
-                need=f"what was captured: {self.buckets or 'the shapes of the example, as 0'}",
+                need=f"what was captured: {known if self.recordings else none}",
                 hint="captured.plan(...), which says what a call does",
             )
         inputs = self.recordings[min(fitting)].inputs
@@ -238,7 +240,12 @@ def capture(
         >>> captured(torch.full((3, 8), -1.0)).sum()
         tensor(0.)
     """
-    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    listed = isinstance(example, Sequence)
+    inputs = tuple(example) if listed else (example,)
+    if not callable(fn):
+        raise ArgumentError(
+            f"fn={fn!r}", need="a function of tensors", hint="a module, or a lambda"
+        )
     _check_example(inputs)
     _check_gradients(inputs)
     counts = None if buckets is None else _counts(buckets, inputs)
@@ -327,11 +334,14 @@ def with_tokens(example: Sequence[Tensor]) -> list[bool]:
 
 
 def _counts(buckets: Iterable[int], example: tuple[Tensor, ...]) -> tuple[int, ...]:
-    counts = tuple(sorted(set(buckets)))
-    if not counts or any(type(each) is not int or each < 1 for each in counts):
+    listed = tuple(buckets) if isinstance(buckets, Iterable) else ()
+    if not listed or any(type(each) is not int or each < 1 for each in listed):
         raise ArgumentError(
-            f"buckets={counts}", need="numbers of tokens, 1 and more", hint="(1, 16, 64)"
+            f"buckets={listed or buckets!r}",
+            need="numbers of tokens, 1 and more",
+            hint="(1, 16, 64)",
         )
+    counts = tuple(sorted(set(listed)))
     if example[0].ndim == 0 or example[0].shape[0] == 0:
         raise ArgumentError(
             f"an example of shape {list(example[0].shape)} with buckets",

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from ..nn import SparseLinear, has_hooks
+from ..errors import ArgumentError
+from ..nn import SparseLinear, has_hooks, uses_of
 
 _IN_TURN = nn.Sequential.forward
 
@@ -21,7 +22,7 @@ class Fused:
     """
 
     _layers: list[SparseLinear] = field(default_factory=list, repr=False)
-    _activations: list[tuple[nn.Sequential, str, nn.Module]] = field(
+    _activations: list[tuple[nn.Sequential, nn.Identity, nn.Module]] = field(
         default_factory=list, repr=False
     )
 
@@ -34,8 +35,10 @@ class Fused:
         """Put every activation back where it was; again does nothing."""
         for layer in self._layers:
             layer.act = None
-        for parent, name, activation in self._activations:
-            parent._modules[name] = activation
+        for parent, stand_in, activation in self._activations:
+            for name, child in parent._modules.items():  # It may have moved since.
+                if child is stand_in:
+                    parent._modules[name] = activation.train(stand_in.training)
         self._layers, self._activations = [], []
 
 
@@ -45,10 +48,14 @@ def fuse_activations(model: nn.Module) -> Fused:
     Found are pairs of neighbours in an `nn.Sequential`: a `SparseLinear` that has none yet, then
     ReLU, GELU or SiLU. The activation becomes an `nn.Identity`; names in the state dict stay. A
     layer or an activation that the model holds in two places is left alone, and so are those that
-    have hooks, which would see another value.
+    have hooks, which would see another value. Who else holds such a layer, or calls it alone, gets
+    the activation too: that cannot be seen here.
 
     Args:
         model: Changed in place.
+
+    Raises:
+        ArgumentError: It is no module.
 
     Returns:
         What was done; `undo()` takes it back.
@@ -63,10 +70,11 @@ def fuse_activations(model: nn.Module) -> Fused:
         >>> type(model[1]).__name__
         'ReLU'
     """
-    uses: dict[int, int] = {}
-    for parent in model.modules():
-        for child in parent._modules.values():
-            uses[id(child)] = uses.get(id(child), 0) + 1
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"a {type(model).__name__} to fuse", need="a torch module", hint="model"
+        )
+    uses = uses_of(model)
     fused = Fused()
     for parent in model.modules():
         # A subclass may do other things with its children than call one after the other.
@@ -74,14 +82,16 @@ def fuse_activations(model: nn.Module) -> Fused:
             continue
         for (_, layer), (name, activation) in pairwise(list(parent._modules.items())):
             act = _name_of(activation)
-            if not isinstance(layer, SparseLinear) or layer.act is not None or act is None:
+            if type(layer) is not SparseLinear or layer.act is not None or act is None:
                 continue
-            if uses[id(layer)] > 1 or uses[id(activation)] > 1 or has_hooks(layer, activation):
+            if uses[id(layer)] > 1 or uses[id(activation)] > 1:
                 continue
-            layer.act = act
-            parent._modules[name] = nn.Identity().train(activation.training)
+            if activation is None or has_hooks(parent, layer, activation):
+                continue
+            layer.act, stand_in = act, nn.Identity().train(activation.training)
+            parent._modules[name] = stand_in
             fused._layers.append(layer)
-            fused._activations.append((parent, name, activation))
+            fused._activations.append((parent, stand_in, activation))
     return fused
 
 

@@ -7,6 +7,7 @@ modules are replaced by ones that answer in the same way.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..formats import Quantized
-from ..nn import SparseLinear, after_norm, has_hooks, rms_eps
+from ..nn import SparseLinear, after_norm, has_hooks, rms_eps, uses_of
 from .joined import join, part, why_apart
 from .rules import family_blocks, family_of
 
 _SILU = ("SiLU", "SiLUActivation")  # of torch, and of transformers
+_MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 
 
 @dataclass
@@ -66,18 +68,36 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
             need="a model in evaluation mode, with its weights",
             hint="model.eval(), after the checkpoint is loaded",
         )
-    if any(isinstance(module, SharedInput) for module in model.modules()):
-        raise ArgumentError("a model that is fused already", need="one that is not", hint="undo()")
-    done = FusedBlocks()
+    if any(isinstance(module, SharedInput | GatedMLP) for module in model.modules()):
+        raise ArgumentError(
+            "a model that is fused already",
+            need="one that is not",
+            hint="undo() of what fuse_blocks returned, or close() of a Generator",
+        )
     try:
-        for path in family_blocks(family, model):
-            block = model.get_submodule(path)
-            gated = family.channels[0]
+        paths = family_blocks(family, model)
+    except AttributeError:
+        raise ArgumentError(
+            f"a {type(model).__name__} without {family.blocks}",
+            need="the whole causal language model",
+            hint="AutoModelForCausalLM.from_pretrained(...)",
+        ) from None
+    done, uses = FusedBlocks(), uses_of(model)
+    try:
+        for path in paths:
             for norm, names in family.scales:
-                if names == gated.makers:
-                    _fuse_gated(done, path, block, norm, gated.makers, gated.taker)
-                elif len(names) > 1:
-                    _fuse_rows(done, path, block, norm, names)
+                group = _Group(path, model.get_submodule(path), norm, names)
+                if len(names) < 2:
+                    continue
+                taker = next((c.taker for c in family.channels if c.makers == names), None)
+                why = group.why_not(uses)
+                if why is None and taker is not None:
+                    why = group.why_not_gated(taker)
+                if why is not None:
+                    done.left["+".join(group.full)] = why
+                    continue
+                done._undo.append(group.fuse() if taker is None else group.fuse_gated(taker))
+                done.fused += group.full
     except BaseException:
         done.undo()
         raise
@@ -89,20 +109,30 @@ class _UnderWay(NamedTuple):
 
     Attributes:
         x: What they were made of.
-        version: Of x.
+        state: Version of x, and what of torch says what a product is.
         left: Each, until it is taken.
     """
 
     x: Tensor
-    version: int
+    state: tuple[object, ...]
     left: list[Tensor | None]
+
+
+def _state_of(x: Tensor) -> tuple[object, ...]:
+    kind = x.device.type
+    return (
+        -1 if x.is_inference() else x._version,
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        *(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+    )
 
 
 class SharedInput(nn.Module):
     """One product for layers that are called one after the other with the same input.
 
-    The first call makes all results, the others take theirs. Another input, or one that changed,
-    starts anew.
+    The first call makes all results, the others take theirs. Another input, or one that changed as
+    torch counts it, starts anew. Tensors of inference mode have no such count: between two of the
+    calls nothing may write them, as no known attention does.
 
     Args:
         linear: The rows of all.
@@ -127,12 +157,12 @@ class SharedInput(nn.Module):
         """
         # A compiler follows x itself, whatever is done to it.
         compiling = torch.compiler.is_compiling()
-        version = -1 if compiling or x.is_inference() else x._version
+        state = () if compiling else _state_of(x)
         thread = 0 if compiling else threading.get_ident()
         known = self._under_way.get(thread)
-        fits = known is not None and known.x is x and known.version == version
+        fits = known is not None and known.x is x and known.state == state
         if known is None or not fits or known.left[which] is None:
-            known = _UnderWay(x, version, list(self(x).split(self.sizes, -1)))
+            known = _UnderWay(x, state, list(self(x).split(self.sizes, -1)))
             self._under_way[thread] = known
         found = cast(Tensor, known.left[which])
         known.left[which] = None
@@ -195,79 +225,106 @@ class GatedMLP(nn.Module):
         return y
 
 
-def _fuse_rows(
-    done: FusedBlocks, path: str, block: nn.Module, norm: str, names: tuple[str, ...]
-) -> None:
-    layers = [block.get_submodule(name) for name in names]
-    full = [f"{path}.{name}" for name in names]
-    if (why := why_apart(layers)) is not None:
-        done.left["+".join(full)] = why
-        return
-    found = [cast(SparseLinear, layer) for layer in layers]
-    linear, sizes = join(found), [layer.out_features for layer in found]
-    ahead = _norm_of(block, norm, linear)
-    shared = SharedInput(linear, sizes, ahead)
-    for which, name in enumerate(names):
-        _replace(block, name, RowsOf(shared, which))
-    if ahead is not None:
-        _replace(block, norm, nn.Identity())
-    done.fused += full
+@dataclass(frozen=True)
+class _Group:
+    """Layers of a block that share their input.
 
-    def undo() -> None:
-        for name, layer in zip(names, part(linear, sizes), strict=True):
-            _replace(block, name, layer)
-        if ahead is not None:
-            _replace(block, norm, ahead)
+    Attributes:
+        path: Of the block.
+        block: The block.
+        norm: What makes the input, by its name in the block.
+        names: Of the layers, there.
+    """
 
-    done._undo.append(undo)
+    path: str
+    block: nn.Module
+    norm: str
+    names: tuple[str, ...]
 
+    @property
+    def full(self) -> list[str]:
+        """Full names of the layers."""
+        return [f"{self.path}.{name}" for name in self.names]
 
-def _fuse_gated(
-    done: FusedBlocks,
-    path: str,
-    block: nn.Module,
-    norm: str,
-    makers: tuple[str, ...],
-    taker: str,
-) -> None:
-    layers, home = [block.get_submodule(name) for name in makers], taker.rpartition(".")[0]
-    mlp, full = block.get_submodule(home), [f"{path}.{name}" for name in makers]
-    why = why_apart(layers)
-    if why is None and type(getattr(mlp, "act_fn", None)).__name__ not in _SILU:
-        why = "the activation between them is no SiLU"
-    if why is None and has_hooks(mlp, mlp.get_submodule("act_fn")):
-        why = "the module around them has hooks"
-    if why is None and cast(SparseLinear, layers[0]).out_features % 8:
-        why = "their rows are no multiple of 8"
-    if why is not None:
-        done.left["+".join(full)] = why
-        return
-    found = [cast(SparseLinear, layer) for layer in layers]
-    gate_up, sizes = join(found, gate_up=True), [layer.out_features for layer in found]
-    ahead = _norm_of(block, norm, gate_up)
-    _replace(block, home, GatedMLP(gate_up, block.get_submodule(taker), ahead).eval())
-    # The old module is only the way back: its weights are free.
-    for name in makers:
-        setattr(mlp, name.rpartition(".")[2], nn.Identity())
-    if ahead is not None:
-        _replace(block, norm, nn.Identity())
-    done.fused += full
+    def why_not(self, uses: dict[int, int]) -> str | None:
+        """What keeps them apart, as a clause; None if nothing does."""
+        home = self.names[0].rpartition(".")[0]
+        try:
+            around = [self.block.get_submodule(name) for name in (self.norm, home)]
+            layers = [self.block.get_submodule(name) for name in self.names]
+        except AttributeError:
+            return "one is missing"
+        if any(uses[id(each)] > 1 for each in (self.block, *around, *layers)):
+            return "one of their modules stands in two places"
+        return why_apart(layers)
 
-    def undo() -> None:
-        for name, layer in zip(makers, part(gate_up, sizes, gate_up=True), strict=True):
-            setattr(mlp, name.rpartition(".")[2], layer)
-        _replace(block, home, mlp)
-        if ahead is not None:
-            _replace(block, norm, ahead)
+    def why_not_gated(self, taker: str) -> str | None:
+        """What keeps gate and up from ending in SwiGLU."""
+        mlp = self.block.get_submodule(taker.rpartition(".")[0])
+        act = getattr(mlp, "act_fn", None)
+        if type(act).__name__ not in _SILU:
+            return "the activation between them is no SiLU"
+        if type(mlp).__name__ not in _MLPS:
+            return f"a {type(mlp).__name__} may do something else with them"
+        if has_hooks(mlp, act):
+            return "the module around them has hooks"
+        return "their rows are no multiple of 8" if self._layers()[0].out_features % 8 else None
 
-    done._undo.append(undo)
+    def fuse(self) -> Callable[[], None]:
+        """One product for all; returns the way back."""
+        layers = self._layers()
+        linear, sizes = join(layers), [layer.out_features for layer in layers]
+        biases, ahead = [layer.bias for layer in layers], self._norm_for(linear)
+        shared = SharedInput(linear, sizes, ahead).eval()
+        for which, name in enumerate(self.names):
+            _replace(self.block, name, RowsOf(shared, which).eval())
+        self._put_norm(ahead, nn.Identity())
 
+        def undo() -> None:
+            for name, layer in zip(self.names, part(linear, sizes, biases), strict=True):
+                _replace(self.block, name, layer.train(self.block.training))
+            self._put_norm(ahead, ahead)
 
-def _norm_of(block: nn.Module, name: str, layer: SparseLinear) -> nn.Module | None:
-    """The norm ahead, if the rounding of that layer's inputs can take it over."""
-    norm, form = block.get_submodule(name), layer._form
-    rounds = isinstance(form, Quantized) and form.scheme.activations != "none"
-    return norm if rounds and rms_eps(norm) is not None and not has_hooks(norm) else None
+        return undo
+
+    def fuse_gated(self, taker: str) -> Callable[[], None]:
+        """One product for gate and up, and what is around them; returns the way back."""
+        layers, (home, _, last) = self._layers(), taker.rpartition(".")
+        gate_up, sizes = join(layers, gate_up=True), [layer.out_features for layer in layers]
+        biases, ahead = [layer.bias for layer in layers], self._norm_for(gate_up)
+        mlp, down = self.block.get_submodule(home), self.block.get_submodule(taker)
+        gated = GatedMLP(gate_up, down, ahead).eval()
+        _replace(self.block, home, gated)
+        self._put_norm(ahead, nn.Identity())
+        # Another model may hold the module too: what is kept for the way back is a copy without
+        # weights, so that those are free if nobody does.
+        shell = copy.copy(mlp)
+        shell._modules = dict(mlp._modules) | {
+            name.rpartition(".")[2]: nn.Identity() for name in self.names
+        }
+
+        def undo() -> None:
+            parts = part(gate_up, sizes, biases, gate_up=True)
+            for name, layer in zip(self.names, parts, strict=True):
+                setattr(shell, name.rpartition(".")[2], layer)
+            setattr(shell, last, gated.down_proj)
+            _replace(self.block, home, shell.train(self.block.training))
+            self._put_norm(ahead, ahead)
+
+        return undo
+
+    def _layers(self) -> list[SparseLinear]:
+        return [cast(SparseLinear, self.block.get_submodule(name)) for name in self.names]
+
+    def _norm_for(self, layer: SparseLinear) -> nn.Module | None:
+        """The norm ahead, if the rounding of that layer's inputs can take it over."""
+        norm, form = self.block.get_submodule(self.norm), layer._form
+        rounds = isinstance(form, Quantized) and form.scheme.activations != "none"
+        return norm if rounds and rms_eps(norm) is not None and not has_hooks(norm) else None
+
+    def _put_norm(self, ahead: nn.Module | None, module: nn.Module | None) -> None:
+        if ahead is not None and module is not None:
+            _replace(self.block, self.norm, module)
 
 
 def _replace(block: nn.Module, name: str, module: nn.Module) -> None:

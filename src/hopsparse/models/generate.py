@@ -88,7 +88,7 @@ class Generator:
             raise ArgumentError(
                 f"{self.max_tokens} tokens for {self.opened.name}",
                 need=f"2 to its context of {context}",
-                hint=f"max_tokens={context}",
+                hint="fewer new tokens, or a shorter prompt",
             )
         self._model, self._device = model, next(model.parameters()).device
         self._cache = StaticCache(config=model.config, max_cache_len=self.max_tokens)
@@ -124,20 +124,24 @@ class Generator:
         Raises:
             ArgumentError: The prompt is empty, or leaves no room.
         """
-        ids: list[int] = self.opened.tokenizer(prompt)["input_ids"]
-        return self._pieces(self.tokens(ids, max_new_tokens=max_new_tokens, sampling=sampling))
+        ids = prompt_ids(self.opened, prompt)
+        tokens = self.tokens(ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        return self._pieces(ids, tokens)
 
-    def _pieces(self, tokens: Iterator[int]) -> Iterator[str]:
-        shown, found = "", list[int]()
+    def _pieces(self, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
+        # Behind its prompt: alone, some tokenizers would drop the space that it starts with.
+        shown, found = self._decoded(ids), [*ids]
         for token in tokens:
             found.append(token)
-            whole = str(self.opened.tokenizer.decode(found, skip_special_tokens=True))
+            whole = self._decoded(found)
             if not whole.endswith(_UNFINISHED) and len(whole) > len(shown):
                 yield whole[len(shown) :]
                 shown = whole
-        whole = str(self.opened.tokenizer.decode(found, skip_special_tokens=True))
-        if len(whole) > len(shown):
+        if len(whole := self._decoded(found)) > len(shown):
             yield whole[len(shown) :]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.opened.tokenizer.decode(ids, skip_special_tokens=True))
 
     def tokens(
         self, ids: list[int], *, max_new_tokens: int = 64, sampling: Sampling | None = None
@@ -153,7 +157,7 @@ class Generator:
             raise ArgumentError(
                 f"a prompt of {len(ids)} tokens, and {max_new_tokens} new ones",
                 need=f"at least one of each, and at most {self.max_tokens - 1} of the prompt",
-                hint=f"max_tokens={len(ids) + max(1, max_new_tokens)}",
+                hint="a prompt that is not empty, or a shorter one",
             )
         self._turn += 1
         most = min(max_new_tokens, self.max_tokens + 1 - len(ids))
@@ -213,6 +217,22 @@ def cache_argument(model: Any) -> str:
     """What a model of transformers calls the cache it is given; versions differ."""
     known = inspect.signature(model.forward).parameters
     return "cache" if "cache" in known else "past_key_values"
+
+
+def prompt_ids(opened: OpenedModel, prompt: str) -> list[int]:
+    """Tokens of a prompt.
+
+    Raises:
+        ArgumentError: It is no text: bytes of a command line that are no UTF-8.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"a prompt with {prompt[error.start]!r}", need="text in UTF-8", hint="'a prompt'"
+        ) from error
+    ids: list[int] = opened.tokenizer(prompt)["input_ids"]
+    return ids
 
 
 def chosen(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> Tensor:

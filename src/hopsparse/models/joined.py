@@ -67,12 +67,19 @@ def join(layers: Sequence[SparseLinear], *, gate_up: bool = False) -> SparseLine
     return made
 
 
-def part(layer: SparseLinear, sizes: Sequence[int], *, gate_up: bool = False) -> list[SparseLinear]:
+def part(
+    layer: SparseLinear,
+    sizes: Sequence[int],
+    biases: Sequence[nn.Parameter | None],
+    *,
+    gate_up: bool = False,
+) -> list[SparseLinear]:
     """The layers that `join` made one of.
 
     Args:
         layer: What it made.
         sizes: Rows of each.
+        biases: Those that the layers had: an optimizer may know them, so that they come back.
         gate_up: As it was joined.
     """
     matrix = layer.matrix
@@ -85,8 +92,14 @@ def part(layer: SparseLinear, sizes: Sequence[int], *, gate_up: bool = False) ->
             scales = _take(matrix.scales, rows)
             scheme, of, scale = matrix.scheme, matrix.logical, matrix.input_scale
             own = Quantized.of(own, scales, scheme, of, scale)
-        bias = None if layer.bias is None else _take(layer.bias.detach(), rows)
-        made.append(_like(layer, own, bias))
+        bias, known = None if layer.bias is None else _take(layer.bias.detach(), rows), biases[i]
+        one = _like(layer, own, bias)
+        if known is not None and one.bias is not None:
+            fits = (known.dtype, known.device) == (one.bias.dtype, one.bias.device)
+            if fits:
+                known.data.copy_(one.bias.data)
+                one.bias = known
+        made.append(one)
     return made
 
 

@@ -1,6 +1,7 @@
 """Modules: parameters and one operator call."""
 
 from .hooks import has_hooks as has_hooks
+from .hooks import uses_of as uses_of
 from .normed import after_norm as after_norm
 from .normed import rms_eps as rms_eps
 from .pointwise import Pointwise as Pointwise

@@ -29,4 +29,4 @@ def prepare_kernels(
         return not prepare_bsr(matrix, tokens, act=act)
     if isinstance(matrix, NM) and prepare_nm(matrix, tokens, act=act):
         return counts_of(matrix).reach(tokens)
-    return not (isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, bias))
+    return not (isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, bias, act))

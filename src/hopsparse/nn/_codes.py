@@ -135,13 +135,16 @@ def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:
     return Plan("linear", told.name, f"{behind}{told.why}")
 
 
-def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
+def prepare_codes(
+    w: Quantized, max_tokens: int, bias: Tensor | None, act: str | None = None
+) -> bool:
     """Compile and load what calls without a gradient run up to so many tokens; False if not codes.
 
     Args:
         w: As for `product_of_codes`.
         max_tokens: Most rows of x, all leading dimensions multiplied.
         bias: [out] or None.
+        act: What follows the product.
 
     Raises:
         ArgumentError: No tokens.
@@ -154,9 +157,11 @@ def prepare_codes(w: Quantized, max_tokens: int, bias: Tensor | None) -> bool:
         if not takes_codes(w, row[:, :k], bias):
             return False
         if w.scheme.weights == "int4":
-            prepare_int4(w, max_tokens, x_dtype=_stored(w))
+            prepare_int4(w, max_tokens, x_dtype=_stored(w), act=act)
         else:
-            prepare_scaled(_nm(w), max_tokens, _scaling(w), x_dtype=_stored(w), out_dtype=w.dtype)
+            prepare_scaled(
+                *(_nm(w), max_tokens, _scaling(w)), x_dtype=_stored(w), act=act, out_dtype=w.dtype
+            )
         # Rows that start on 16 bytes have another kernel than rows that do not.
         for each in (row[:, :k], row[:, 1:]) if kind != "none" else ():
             quantize_rows(each, _CODES[kind], scale=w.tensors.get("input_scale"))

@@ -13,9 +13,9 @@ from .plan import INT4
 
 
 def prepare_int4(
-    w: Quantized, max_tokens: int, *, x_dtype: torch.dtype | None = None
+    w: Quantized, max_tokens: int, *, x_dtype: torch.dtype | None = None, act: str | None = None
 ) -> tuple[Config, ...]:
-    """Compile and load every kernel that `spmm_nm_int4(w, x, ...)` runs, without what it can add.
+    """Compile and load every kernel that `spmm_nm_int4(w, x, act=act)` runs.
 
     That is one for each tile that some token count up to `max_tokens` chooses, tuned or not.
 
@@ -23,6 +23,7 @@ def prepare_int4(
         w: The weight, where it will be used. Where no kernel runs it there is nothing to do.
         max_tokens: Most rows of x, all leading dimensions multiplied.
         x_dtype: Of x; None is what w stands for, as the result is.
+        act: As for `spmm_nm_int4`.
 
     Returns:
         The tiles, by the least token count that chooses each.
@@ -47,4 +48,4 @@ def prepare_int4(
 
     device = w.tensors["values"].get_device()
     problem, numbers = Problem(max_tokens, out, k), numbers_of(w.scheme.group, of_x, w.dtype)
-    return prepare_coded(INT4, problem, numbers, "none", False, device)
+    return prepare_coded(INT4, problem, numbers, act or "none", False, device)
