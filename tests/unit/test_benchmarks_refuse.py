@@ -30,6 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("candidates", ("--out", "rows.jsonl", "--tokens", "0"), "at least 1"),
         ("candidates", ("--out", "rows.jsonl", "--rounds", "0"), "at least 1"),
         ("comm_convergence", ("--methods", "int5"), "--methods 'int5': one of dense"),
+        ("hybrid_gradient", ("--remainders", "int4,int5"), "--remainders 'int5': one of int8"),
+        ("hybrid_gradient", ("--dtypes", "float64"), "--dtypes 'float64': one of float32"),
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
     ],
 )

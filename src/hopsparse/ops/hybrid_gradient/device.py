@@ -10,7 +10,8 @@ from ...launch import Bound, KnownLaunches, current_stream, kernel_for
 from . import plan
 from .dispatch import empty_results
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+#: Dtypes of gradients as `plan` says them.
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 _BOUND = KnownLaunches()
 
@@ -67,11 +68,9 @@ def enqueue(
         every: Of how many blocks one is rounded.
         phase: The first of those.
     """
-    args = _args(results, workspace, gradient, residual)
-    args.k, args.every, args.phase = k, every, phase
-    args.blocks = -(-args.n // plan.REMAINDERS[remainder][1])
-    args.samples, args.stride, args.wanted_samples = plan.sampling(args.n, k)
-    device, dtype = gradient.get_device(), _NAMES[gradient.dtype]
+    args = arguments(results, workspace, gradient, residual)
+    choose(args, k, remainder, every, phase)
+    device, dtype = gradient.get_device(), NAMES[gradient.dtype]
     stream = current_stream(device)
     # All that the launches depend on, and nothing else.
     key = (bytes(args), dtype, remainder, device, stream)
@@ -84,7 +83,7 @@ def enqueue(
         bound()
 
 
-def _args(
+def arguments(
     results: list[Tensor], workspace: Tensor, gradient: Tensor, residual: Tensor | None
 ) -> plan.Args:
     """Addresses, and what follows from them."""
@@ -94,6 +93,13 @@ def _args(
     vector = gradient.data_ptr() % (4 * gradient.element_size()) == 0 and kept % 16 == 0
     addresses = [each.data_ptr() for each in results]
     return plan.Args(gradient.data_ptr(), kept, *addresses, *parts, n, vector=vector)
+
+
+def choose(args: plan.Args, k: int, remainder: str | None, every: int, phase: int) -> None:
+    """Say what is to be done with what is there."""
+    args.k, args.every, args.phase = k, every, phase
+    args.blocks = -(-args.n // plan.REMAINDERS[remainder][1])
+    args.samples, args.stride, args.wanted_samples = plan.sampling(args.n, k)
 
 
 def _bind(
