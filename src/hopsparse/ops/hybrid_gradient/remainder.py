@@ -104,11 +104,11 @@ class Int3Half(Coder):
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
         codes = self._integers(rows, divisor).add_(5).to(torch.uint8)
         pairs = codes[:, :64] * 11 + codes[:, 64:]
-        last = pairs[:, None, 56:] >> _SEVEN.to(rows.device) & 1
+        last = pairs[:, None, 56:] >> _seven(rows) & 1
         return pairs[:, :56] | last.flatten(1) << 7
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        high = (codes >> 7).view(-1, 7, 8) << _SEVEN.to(codes.device)
+        high = (codes >> 7).view(-1, 7, 8) << _seven(codes)
         pairs = torch.cat([codes & 127, high.sum(1, dtype=torch.uint8)], dim=1)
         first = pairs // 11
         return torch.cat([first, pairs - first * 11], dim=1).float().sub_(5)
@@ -171,7 +171,10 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return torch.stack([packed >> shift & mask for shift in shifts], dim=1).flatten(1)
 
 
-_SEVEN = torch.arange(7, dtype=torch.uint8)[:, None]
+def _seven(beside: Tensor) -> Tensor:
+    """0 to 6 in a column; made there, as nobody should wait for a copy."""
+    return torch.arange(7, dtype=torch.uint8, device=beside.device)[:, None]
+
 
 CODERS: Mapping[str, Coder] = {
     "int8": Int8(),
