@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hopsparse.comm import (
     Link,
     PlannedState,
     aggregate,
-    leave,
     load_state,
     register,
     register_planned,
@@ -386,15 +384,3 @@ def refused(rank: int, kind: str) -> Tensor:
         "integers": torch.ones(3, dtype=torch.int64),
     }
     return aggregate(tensors[kind])
-
-
-#: How late the last of three ranks comes to its end.
-LATE_S = 0.6
-
-
-def left(rank: int) -> bool:
-    """Whether there still is a group when a rank has left; the later ones leave later."""
-    aggregate(torch.ones(5000))
-    time.sleep(LATE_S * rank / 2)
-    leave()
-    return torch.distributed.is_initialized()
