@@ -146,6 +146,17 @@ def powersgd_in_turn(
     return future
 
 
+def _halved(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """What PyTorch's bf16_compress_hook does, which DDP refuses over gloo."""
+    buffer = bucket.buffer()
+    sent = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda arrived: buffer.copy_(arrived.value()[0]))
+
+
 class Layers(nn.Module):
     """Linear layers one behind the other, or tables of parameters with a gradient of their own."""
 
@@ -171,8 +182,10 @@ def _hook(ddp: DistributedDataParallel, method: str) -> PlannedState | None:
         register(ddp, HybridState(**HYBRID[method]))
     elif method == "planned":
         return register_planned(ddp, PlannedState(HybridState(remainder="int3.5")))
-    elif method in ("bf16", "fp16"):
-        ddp.register_comm_hook(None, getattr(default_hooks, f"{method}_compress_hook"))
+    elif method == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method == "bf16":
+        ddp.register_comm_hook(None, _halved)
     elif method == "powersgd-2":
         state = PowerSGDState(None, 2, 2, orthogonalization_epsilon=1e-8)
         ddp.register_comm_hook(state, powersgd_in_turn)

@@ -108,10 +108,13 @@ class Int3Half(Coder):
         return pairs[:, :56] | last.flatten(1) << 7
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        high = (codes >> 7).view(-1, 7, 8) << _seven(codes)
-        pairs = torch.cat([codes & 127, high.sum(1, dtype=torch.uint8)], dim=1)
-        first = pairs // 11
-        return torch.cat([first, pairs - first * 11], dim=1).float().sub_(5)
+        last = codes[:, :8] >> 7
+        for bit in range(1, 7):
+            last |= codes[:, 8 * bit : 8 * bit + 8] >> 7 << bit
+        # In float32: torch divides bytes slowly. No half is near a multiple of 11.
+        pairs = torch.cat([codes & 127, last], dim=1).float()
+        first = pairs.add(0.5).div_(11).floor_()
+        return torch.cat([first, pairs.sub_(first, alpha=11)], dim=1).sub_(5)
 
 
 class Int3(Coder):
