@@ -28,3 +28,6 @@ def test_a_rank_that_dies_in_a_backward_pass_is_noticed() -> None:
     first, second = on_ranks(comm_ends.dying_in_backward, 2)
     assert second == KILLED
     assert isinstance(first, RuntimeError)
+    # It is gloo that says so, and not who read what never came.
+    assert "gloo" in str(first)
+    assert "VerificationError" not in str(first)

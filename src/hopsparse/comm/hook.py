@@ -2,6 +2,7 @@
 
 # Annotations are values here: DDP compares those of a hook with the classes that it knows.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def hybrid_hook(
     parts = [Part(*pair) for pair in zip(state.names(parameters), pieces, strict=True)]
     exchange, buffer = start(state, parts, group_or_world(state.group)), bucket.buffer()
     if not state.options.checksum and (waiting := _futures(exchange)):
-        return torch.futures.collect_all(waiting).then(lambda _: _finished(exchange, buffer))
+        arrived = torch.futures.collect_all(waiting)
+        return arrived.then(lambda _: _finished(exchange, waiting, buffer))
     exchange.finish(parameters)
     return done(buffer)
 
@@ -68,7 +70,11 @@ def _futures(exchange: Exchange) -> list[torch.futures.Future[Any]]:
     return [work.get_future() for work in works]
 
 
-def _finished(exchange: Exchange, buffer: Tensor) -> Tensor:
+def _finished(
+    exchange: Exchange, waiting: Sequence[torch.futures.Future[Any]], buffer: Tensor
+) -> Tensor:
+    for each in waiting:
+        each.wait()  # they are done; one that failed raises here, and nothing of it is used
     exchange.finish(has_arrived=True)
     return buffer
 

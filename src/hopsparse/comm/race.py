@@ -154,7 +154,8 @@ def _halved(
     buffer = bucket.buffer()
     sent = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(sent, async_op=True).get_future()
-    return future.then(lambda arrived: buffer.copy_(arrived.value()[0]))
+    found: torch.futures.Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    return found
 
 
 class Layers(nn.Module):
