@@ -1,7 +1,4 @@
-"""`hopsparse bench`: what a 2:4 layer takes on this GPU, beside the dense one and cuSPARSELt.
-
-And `hopsparse bench comm`, which is in `comm_race.py`.
-"""
+"""`hopsparse bench`: what a 2:4 layer takes on this GPU, beside the dense one and cuSPARSELt."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
+from .bench_comm import BENCH_COMM
+from .bench_model import BENCH_MODEL
 from .console import number_text, print_json, stderr, stdout
-from .options import FAILED_EXIT, command
+from .options import FAILED_EXIT, command, unless_subcommand
 from .problems import check_dtype, shape_of, tokens_of
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ _COLUMNS = (("us", 1), ("tflops", 0), ("watts", 0))
 class Bench:
     """Options of `hopsparse bench`."""
 
-    what: Annotated[
-        str | None,
-        typer.Argument(metavar="[comm]", help="comm: gradients over slow links instead."),
-    ] = None
     shape: Annotated[
         list[str] | None, typer.Option(metavar="OUTxK", help="Layer to time; repeatable.")
     ] = None
@@ -66,18 +61,6 @@ class Bench:
     seconds: Annotated[float | None, typer.Option(help="Length of each turn of --energy; 2.")] = (
         None
     )
-    ranks: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Processes of bench comm; 2,4.")
-    ] = None
-    mbit: Annotated[
-        str | None,
-        typer.Option(metavar="N,N", help="Links of bench comm, in Mbit/s; 100,1000,0, any rate."),
-    ] = None
-    methods: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="What bench comm runs.")
-    ] = None
-    model: Annotated[str | None, typer.Option(help="Of bench comm: mlp or bert; mlp.")] = None
-    steps: Annotated[int | None, typer.Option(help="Timed steps of bench comm; 12.")] = None
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Append rows, as JSON lines.")
     ] = None
@@ -86,24 +69,12 @@ class Bench:
 
 def run(options: Bench) -> None:
     """Time 2:4 layers side by side with dense ones; exit 1 if a result of ours is wrong."""
-    if options.what is not None:
-        _run_other(options)
-    elif options.energy:
+    if options.energy:
         from .energy import run_energy
 
         run_energy(options)
     else:
         _run_times(options)
-
-
-def _run_other(options: Bench) -> None:
-    from .comm_race import run_comm
-
-    if options.what != "comm":
-        raise ArgumentError(
-            f"bench {options.what}", need="comm, or options alone", hint="hopsparse bench comm"
-        )
-    run_comm(options)
 
 
 def _run_times(options: Bench) -> None:
@@ -156,13 +127,6 @@ def _problems(options: Bench) -> Sequence[Problem]:
     """
     from ..measure.suite import CodedProblem, Problem
 
-    for name in ("ranks", "mbit", "methods", "model", "steps"):
-        if getattr(options, name) is not None:
-            raise ArgumentError(
-                f"--{name} without comm",
-                need="bench comm",
-                hint=f"hopsparse bench comm --{name} ...",
-            )
     if (options.shape is None) == (options.suite is None):
         raise ArgumentError(
             "both --shape and --suite" if options.suite else "neither --shape nor --suite",
@@ -304,4 +268,8 @@ def _cells(found: dict[str, Row], rivals: Sequence[str]) -> list[str]:
     return cells
 
 
-BENCH = command(Bench, run, name="bench")
+#: A command, and what it holds: `hopsparse bench comm` and `hopsparse bench model`.
+BENCH = typer.Typer(invoke_without_command=True)
+BENCH.callback()(unless_subcommand(command(Bench, run, name="bench")))
+BENCH.command("comm")(BENCH_COMM)
+BENCH.command("model")(BENCH_MODEL)

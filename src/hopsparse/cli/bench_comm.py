@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..errors import ArgumentError
-from .bench import Bench
 from .console import bytes_text, print_json, stderr, stdout
+from .options import command
 from .problems import tokens_of
 
 if TYPE_CHECKING:
@@ -24,13 +28,30 @@ _KEYS = ("suite", "model", "ranks", "mbit", "method", "steps")
 _SUITE = "bench_comm"
 
 
-def run_comm(options: Bench) -> None:
-    """Time each method at each rate with each number of ranks.
+@dataclass(frozen=True)
+class BenchComm:
+    """Options of `hopsparse bench comm`."""
 
-    Raises:
-        ArgumentError: Options that do not go together, or a text that is no such thing.
-        UnsupportedError: Not root, or no `ip` or `tc`.
-    """
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="Processes.")] = _RANKS
+    mbit: Annotated[
+        str, typer.Option(metavar="N,N", help="Rates of the links in Mbit/s; 0 for any.")
+    ] = _MBIT
+    methods: Annotated[str, typer.Option(metavar="NAME,NAME", help="Ways to reduce gradients.")] = (
+        _METHODS
+    )
+    model: Annotated[str, typer.Option(help="mlp, 4.2 M values, or bert, 109 M.")] = _MODEL
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = _STEPS
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="FILE", help="Append rows; what it has is not run again."
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
+
+
+def run(options: BenchComm) -> None:
+    """Time ways to reduce gradients over links of a given rate, made on this machine; as root."""
     from ..comm.namespaces import require_namespaces
     from ..measure.record import check_can_append, done
 
@@ -51,27 +72,18 @@ def run_comm(options: Bench) -> None:
         _print(rows)
 
 
-def races_of(options: Bench) -> list[Race]:
+def races_of(options: BenchComm) -> list[Race]:
     """What to run, the slow links first.
 
     Raises:
-        ArgumentError: Options that do not go together, or a text that is no such thing.
+        ArgumentError: A text that is no such thing.
     """
     from ..comm.race import Race
 
-    others = ("shape", "suite", "tokens", "dtype", "scaling", "rounds", "seconds")
-    given = [name for name in others if getattr(options, name) is not None]
-    if given or options.energy:
-        raise ArgumentError(
-            f"--{(given or ['energy'])[0]} with bench comm",
-            need="--ranks, --mbit, --methods, --model or --steps",
-            hint="hopsparse bench comm --mbit 100",
-        )
-    ranks, rates = tokens_of(options.ranks or _RANKS), _rates(options.mbit or _MBIT)
-    methods = [word.strip() for word in (options.methods or _METHODS).split(",")]
-    steps = _STEPS if options.steps is None else options.steps
+    ranks, rates = tokens_of(options.ranks), _rates(options.mbit)
+    methods = [word.strip() for word in options.methods.split(",")]
     return [
-        Race(method, options.model or _MODEL, count, mbit, steps)
+        Race(method, options.model, count, mbit, options.steps)
         for count in ranks
         for mbit in rates
         for method in methods
@@ -93,7 +105,7 @@ def _names(race: Race) -> Row:
     return {"suite": _SUITE, **of_race}
 
 
-def _raced(races: Sequence[Race], options: Bench) -> list[Row]:
+def _raced(races: Sequence[Race], options: BenchComm) -> list[Row]:
     from ..comm.race import race
     from ..measure.record import append, environment
     from ..models.options import Progress
@@ -156,3 +168,6 @@ def _ratio(rows: Sequence[Row]) -> Callable[[Row], str]:
         return f"{beside['interface_bytes_a_step'] / row['interface_bytes_a_step']:.1f}"
 
     return told
+
+
+BENCH_COMM = command(BenchComm, run, name="comm")
