@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from hopsparse.comm import HybridState, register
+from hopsparse.comm import HybridState, leave, register
+from hopsparse.comm.race import powersgd_in_turn
 from hopsparse.measure import record
 
 TEXTS = Path(__file__).parents[1] / "src/hopsparse/models/texts"
@@ -32,6 +33,7 @@ LOOK_EVERY, HELD_OUT_WINDOWS = 25, 64
 WARMUP = 50
 HYBRID: dict[str, dict[str, Any]] = {
     "int4": {"remainder": "int4"},
+    "int3.5": {"remainder": "int3.5"},
     "int3": {"remainder": "int3"},
     "int4 every 2": {"remainder": "int4", "every": 2},
     "int4 every 4": {"remainder": "int4", "every": 4},
@@ -41,16 +43,6 @@ HYBRID: dict[str, dict[str, Any]] = {
     "none without feedback": {"remainder": None, "error_feedback": False},
 }
 METHODS = ("dense", *HYBRID, "powersgd 2")
-
-
-def powersgd_in_turn(
-    state: PowerSGDState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook, a bucket after the other: over gloo several at once mix up messages."""
-    future = powerSGD_hook(state, bucket)
-    future.wait()
-    return future  # type: ignore[no-any-return]
 
 
 class Characters(nn.Module):
@@ -163,8 +155,7 @@ def train(rank: int, ranks: int, port: int, asked: dict[str, Any], path: Path) -
             f"{row['times_fewer_bytes']:6.1f} x fewer bytes {row['seconds']:5.0f} s",
             flush=True,
         )
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def free_port() -> int:

@@ -29,7 +29,6 @@ def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    # Not its exit code: gloo may fail a rank that is still leaving the last barrier when another
-    # has closed its connection, which happens on a machine that is busy enough.
-    # Nor its lines: one rank may write between the text of another and the end of its line.
+    assert done.returncode == 0, done.stderr
+    # Not line by line: one rank may write between the text of another and the end of its line.
     assert done.stdout.replace("\n", "") == " ".join(told[1].split()) * 2, done.stderr

@@ -28,7 +28,13 @@ _SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint",
 KILLED = "killed"
 
 
-def on_ranks(work: Callable[..., Any], ranks: int, *given: Any, timeout: float = 60) -> list[Any]:
+def on_ranks(
+    work: Callable[..., Any],
+    ranks: int,
+    *given: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+) -> list[Any]:
     """What `work(rank, *given)` gives on each rank: its result, or the exception that it raised.
 
     Args:
@@ -36,12 +42,14 @@ def on_ranks(work: Callable[..., Any], ranks: int, *given: Any, timeout: float =
         ranks: How many processes.
         given: Its other arguments.
         timeout: Of the process group, in seconds.
+        backend: gloo, or nccl: rank r has GPU r then.
     """
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(ranks):
             mine, its = _SERVER.Pipe()
-            arguments = (work, rank, ranks, Path(folder) / "store", timeout, given, its)
+            group = (backend, Path(folder) / "store", timeout)
+            arguments = (work, rank, ranks, group, given, its)
             process = _SERVER.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             its.close()
@@ -70,15 +78,17 @@ def _rank(
     work: Callable[..., Any],
     rank: int,
     ranks: int,
-    store: Path,
-    timeout: float,
+    group: tuple[str, Path, float],
     given: tuple[Any, ...],
     tell: Connection,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    backend, store, timeout = group
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
@@ -97,7 +107,8 @@ def _rank(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().float().numpy() if value.is_floating_point() else value.numpy()
+        here = value.detach().cpu()
+        return here.float().numpy() if here.is_floating_point() else here.numpy()
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -7,18 +7,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hopsparse.comm import HybridOptions, HybridState
-from hopsparse.comm.coding import Layout, add_exact, rounded, take_exact, take_rounded
-from hopsparse.comm.indices import chunk_count, decode_indices, encode_indices
-from hopsparse.comm.remainder import CODERS
-from hopsparse.comm.select import largest
+from hopsparse.comm.coding import Layout, add_exact, add_rounded
 from hopsparse.comm.wire import message_bytes, pack, unpack
 from hopsparse.errors import ArgumentError, VerificationError
 from hopsparse.measure.error import block_rounding_bound
+from hopsparse.ops import hybrid_gradient
+from hopsparse.ops.hybrid_gradient.indices import chunk_count, decode_indices, encode_indices
+from hopsparse.ops.hybrid_gradient.remainder import CODERS
+from hopsparse.ops.hybrid_gradient.select import largest
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 KINDS = ("normal", "few values", "mostly zero", "equal", "zeros", "one block", "tiny")
@@ -92,7 +93,7 @@ def test_damaged_positions_are_told() -> None:
         decode_indices(counts, offsets)
 
 
-@pytest.mark.parametrize("name", ["int3", "int4", "int8"])
+@pytest.mark.parametrize("name", ["int3", "int3.5", "int4", "int8"])
 @given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(-140, 100))
 def test_rounding_loses_nothing(name: str, numbers: list[float], exponent: int) -> None:
     """What is sent and what is left add up to what was there, bit by bit."""
@@ -106,7 +107,9 @@ def test_rounding_loses_nothing(name: str, numbers: list[float], exponent: int) 
     assert bool((left.double().abs() <= block_rounding_bound(rows, coder.most)).all())
 
 
-@pytest.mark.parametrize(("name", "most", "nbytes"), [("int3", 3, 48), ("int4", 7, 64)])
+@pytest.mark.parametrize(
+    ("name", "most", "nbytes"), [("int3", 3, 48), ("int3.5", 5, 56), ("int4", 7, 64)]
+)
 @given(data=st.data())
 def test_small_integers_are_exact(name: str, most: int, nbytes: int, data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(-most, most), min_size=128, max_size=128))
@@ -138,7 +141,7 @@ def test_zeros_stay_zeros_and_large_numbers_finite(name: str) -> None:
     assert bool((sent < 0).all())
 
 
-@pytest.mark.parametrize("name", ["int3", "int4", "int8", None])
+@pytest.mark.parametrize("name", ["int3", "int3.5", "int4", "int8", None])
 @given(
     st.lists(FLOATS, min_size=1, max_size=300),
     st.sampled_from([0.01, 0.3, 1.0]),
@@ -150,20 +153,20 @@ def test_sent_and_kept_are_what_was_there(
 ) -> None:
     options = HybridOptions(k=part, remainder=name, every=every, dense_below=0)
     layout = Layout.of(len(numbers), options, step, ranks=2)
-    local = torch.zeros(layout.padded)
-    local[: len(numbers)] = torch.tensor(numbers)
-    before = local.clone()
-    exact = take_exact(local, layout)
-    coded = take_rounded(local, layout)
+    assume(not layout.is_dense)
+    before = torch.zeros(layout.padded)
+    before[: len(numbers)] = torch.tensor(numbers)
+    *exact, codes, scales, rest, finite = hybrid_gradient(
+        torch.tensor(numbers), None, layout.k, name, every=every, phase=layout.phase
+    )
     assert exact[0].numel() == layout.k == math.ceil(part * len(numbers))
-    total = torch.zeros_like(local)
+    assert len(codes) == len(scales) == layout.rows
+    assert finite.tolist() == [1]
+    total = torch.zeros_like(rest)
     add_exact(total, exact, layout)
-    if coded:
-        assert layout.coder is not None
-        assert len(coded[0]) == layout.rows
-        layout.active(total).add_(rounded(coded, layout.coder))
+    add_rounded(total, [codes, scales] if layout.rows else [], layout)
     # Each value is sent exactly or rounded, so that a float32 sum has one addend that is not 0.
-    assert torch.equal(total.double() + local.double(), before.double())
+    assert torch.equal(total.double() + rest.double(), before.double())
 
 
 @given(st.integers(1, 5000), st.integers(1, 7))

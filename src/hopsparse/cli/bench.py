@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
+from .bench_comm import BENCH_COMM
 from .bench_model import BENCH_MODEL
 from .console import number_text, print_json, stderr, stdout
 from .options import FAILED_EXIT, command, unless_subcommand
@@ -267,7 +268,8 @@ def _cells(found: dict[str, Row], rivals: Sequence[str]) -> list[str]:
     return cells
 
 
-#: A command, and what it holds: `hopsparse bench model`.
+#: A command, and what it holds: `hopsparse bench comm` and `hopsparse bench model`.
 BENCH = typer.Typer(invoke_without_command=True)
 BENCH.callback()(unless_subcommand(command(Bench, run, name="bench")))
+BENCH.command("comm")(BENCH_COMM)
 BENCH.command("model")(BENCH_MODEL)

@@ -42,7 +42,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(
             f"{path} is no file", need="rows of state.counters.write", hint="the path it was given"
         )
-    needed = {field.name for field in fields(Counters)} | {"ratio"}
+    needed = {field.name for field in fields(Counters) if field.name[0] != "_"} | {"ratio"}
     rows = [row for row in read(path) if row.get("kind") == "comm"]
     for number, row in enumerate(rows, start=1):
         wrong = [name for name in sorted(needed) if not isinstance(row.get(name), int | float)]
@@ -66,7 +66,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 
     from ..comm import Counters
 
-    known = {field.name for field in fields(Counters)} | {"ratio", "kind"}
+    known = {field.name for field in fields(Counters) if field.name[0] != "_"} | {"ratio", "kind"}
     labels = list(dict.fromkeys(name for row in rows for name in row if name not in known))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in labels:

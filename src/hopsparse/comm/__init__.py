@@ -6,6 +6,7 @@ from .fsdp import register_fsdp as register_fsdp
 from .hook import aggregate as aggregate
 from .hook import hybrid_hook as hybrid_hook
 from .hook import register as register
+from .leave import leave as leave
 from .link import Link as Link
 from .link import measure_link as measure_link
 from .options import HybridOptions as HybridOptions

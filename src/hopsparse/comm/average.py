@@ -11,17 +11,18 @@ of n - 1. What it rounds away it keeps itself, n times, because its part in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..ops import hybrid_gradient
+from ..ops.hybrid_gradient.indices import decode_indices
 from .agreement import agree, checksum, compare
-from .coding import Layout, add_exact, rounded, take_exact, take_rounded
-from .collective import Group, gather
-from .indices import decode_indices
+from .coding import Layout, add_exact, add_rounded
+from .collective import Gathering, Group, gather_later
 from .memory import Kept
 from .scattered import mean_of_blocks
 from .state import HybridState
@@ -29,6 +30,9 @@ from .wire import pack, unpack
 
 # Up to so many ranks rounded blocks go to everyone.
 _ALL_TO_ALL_ABOVE = 2
+# Parameters share a message until they have so many values: while one is sent the next is coded.
+# A message more costs what sending 100 kB does at 1 Gbit/s.
+_VALUES_A_MESSAGE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,11 @@ class Pending:
         part: What was given.
         kept: What is kept of it.
         layout: What is sent of it in this step.
-        local: float32 [layout.padded]: gradient and residual, later what was not sent.
+        local: float32 [layout.padded]: what was not sent of gradient and residual.
         velocity: Momentum with this gradient in it, or None.
         exact: Tensors of the exact values.
         coded: Tensors of the rounded ones.
-        is_finite: Whether there is no Inf and no NaN in it; not known of other ranks yet.
+        finite: uint8 [1]: 1 where there is no Inf and no NaN in it; not known of other ranks yet.
     """
 
     part: Part
@@ -67,7 +71,59 @@ class Pending:
     velocity: Tensor | None
     exact: list[Tensor]
     coded: list[Tensor]
-    is_finite: bool
+    finite: Tensor
+
+
+@dataclass
+class Exchange:
+    """Parameters whose messages are on their way; `finish` waits for them.
+
+    Attributes:
+        state: What is kept.
+        parts: What was given.
+        group: Ranks.
+        sent: Parameters of each message, and where those of all ranks arrive.
+    """
+
+    state: HybridState
+    parts: Sequence[Part]
+    group: Group
+    sent: list[tuple[list[Pending], Gathering]]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether rounded blocks go to everyone, with the exact values."""
+        return self.group.size() <= _ALL_TO_ALL_ABOVE
+
+    def finish(self, parameters: Sequence[Tensor] = (), *, has_arrived: bool = False) -> None:
+        """Wait, replace the gradients by their mean, and keep what was not sent.
+
+        Args:
+            parameters: What a checksum should compare as well.
+            has_arrived: The messages are here. Where a future of gloo says so, its work does not
+                know yet, and would be waited for for ever by what the future calls.
+
+        Raises:
+            VerificationError: With a checksum: replicas are not equal.
+        """
+        state, direct = self.state, self.is_direct
+        everything = [each for pending, _ in self.sent for each in pending]
+        # Where blocks go to everyone they are in the messages.
+        means = mean_of_blocks(state, [] if direct else everything, self.group)
+        blocks = iter(means or [None] * len(everything))
+        for pending, gathering in self.sent:
+            with state.counters.timed("communicate_ms"):
+                gathered = gathering.gathered if has_arrived else gathering.wait()
+            with state.counters.timed("quantise_ms"):
+                arrived = [_arrived(row, pending, direct) for row in gathered]
+                finite = torch.stack([flags for flags, _ in arrived]).bool().all(0)
+                for place, each in enumerate(pending):
+                    tensors = [found[place] for _, found in arrived]
+                    mean = decoded_mean(each.layout, tensors, next(blocks))
+                    _finish(state, each, mean, finite[place])
+        if state.options.checksum:
+            sums = [checksum([part.gradient for part in self.parts]), checksum(parameters)]
+            compare(sums, ["averaged gradients", "parameters"], self.group)
 
 
 def average(
@@ -85,39 +141,54 @@ def average(
         ArgumentError: A gradient that cannot be reduced, or ranks that do not agree.
         VerificationError: With a checksum: replicas are not equal.
     """
-    if not parts:
-        return
-    device = parts[0].gradient.device
+    start(state, parts, group).finish(parameters)
+
+
+def start(state: HybridState, parts: Sequence[Part], group: Group) -> Exchange:
+    """Code gradients and send them, one message while the next is coded.
+
+    Args:
+        state: What is kept, and what is sent.
+        parts: Gradients of different names; the same on all ranks.
+        group: Ranks.
+
+    Raises:
+        ArgumentError: A gradient that cannot be reduced, or ranks that do not agree.
+    """
     told = []
     for part in parts:
         _check(part.gradient, part.name)
         what = f"{list(part.gradient.shape)} {part.gradient.dtype}"
         told.append((part.name, part.gradient.numel(), what))
-    agree_once(state, told, group, device)
-    counters, ranks = state.counters, group.size()
+    exchange = Exchange(state, parts, group, [])
+    if not parts:
+        return exchange
+    agree_once(state, told, group, parts[0].gradient.device)
+    ranks, counters = group.size(), state.counters
     counters.count(sum(part.gradient.numel() for part in parts), ranks)
-    pending = [prepare(state, part, ranks) for part in parts]
-    direct = ranks <= _ALL_TO_ALL_ABOVE
-    with counters.timed("select_ms"):
-        flags = torch.tensor([each.is_finite for each in pending], dtype=torch.uint8, device=device)
-        own = [flags]
+    for few in _messages(parts):
+        pending = [prepare(state, part, ranks) for part in few]
+        own = [torch.cat([each.finite for each in pending])]
         for each in pending:
-            own += each.exact + (each.coded if direct else [])
-        message = pack(own, device)
-    with counters.timed("communicate_ms"):
-        gathered = gather(message, group)
-    counters.sent_bytes += (ranks - 1) * message.numel()
-    blocks = [] if direct else mean_of_blocks(state, pending, group)
-    with counters.timed("quantise_ms"):
-        arrived = [_arrived(row, pending, direct) for row in gathered]
-        finite = torch.stack([flags for flags, _ in arrived]).bool().all(0).tolist()
-        for place, each in enumerate(pending):
-            tensors = [found[place] for _, found in arrived]
-            mean = decoded_mean(each.layout, tensors, blocks[place] if blocks else None)
-            _finish(state, each, mean, bool(finite[place]))
-    if state.options.checksum:
-        sums = [checksum([part.gradient for part in parts]), checksum(parameters)]
-        compare(sums, ["averaged gradients", "parameters"], group)
+            own += each.exact + (each.coded if exchange.is_direct else [])
+        with counters.timed("quantise_ms"):
+            message = pack(own, own[0].device)
+        with counters.timed("communicate_ms"):
+            exchange.sent.append((pending, gather_later(message, group)))
+        counters.sent_bytes += (ranks - 1) * message.numel()
+    return exchange
+
+
+def _messages(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Neighbours that share a message."""
+    few: list[Part] = []
+    for part in parts:
+        few.append(part)
+        if sum(each.gradient.numel() for each in few) >= _VALUES_A_MESSAGE:
+            yield few
+            few = []
+    if few:
+        yield few
 
 
 def agree_once(
@@ -171,60 +242,55 @@ def _check(gradient: Tensor, name: str) -> None:
 
 def prepare(state: HybridState, part: Part, ranks: int) -> Pending:
     """Add up what this rank has to send, and code it."""
-    numel = part.gradient.numel()
+    numel, options = part.gradient.numel(), state.options
     kept = state.memory.of(part.name, numel)
-    layout = Layout.of(numel, state.options, kept.steps, ranks)
+    layout = Layout.of(numel, options, kept.steps, ranks)
     with state.counters.timed("select_ms"):
-        local, velocity = accumulated(state, kept, part.gradient, ranks, layout.padded)
-        finite = is_finite(local)
-        if not finite:
-            local.zero_()  # every rank says what it cannot send; the message stays as long
-        exact = take_exact(local, layout)
-    with state.counters.timed("quantise_ms"):
-        coded = take_rounded(local, layout)
+        gradient, velocity = corrected(state, kept, part.gradient, ranks)
+        residual = None if kept.residual is None else kept.residual.to(gradient.device)
+        if layout.is_dense:
+            values = torch.add(gradient, 0 if residual is None else residual).float()
+            local = torch.zeros(layout.padded, device=values.device)
+            return Pending(part, kept, layout, local, velocity, [values], [], finite_flag(values))
+    with state.counters.timed("select_ms"):
+        *exact, codes, scales, local, finite = hybrid_gradient(
+            gradient, residual, layout.k, options.remainder, every=layout.every, phase=layout.phase
+        )
+    coded = [codes, scales] if layout.rows else []
     return Pending(part, kept, layout, local, velocity, exact, coded, finite)
 
 
-def accumulated(
-    state: HybridState, kept: Kept, gradient: Tensor, ranks: int, padded: int
+def corrected(
+    state: HybridState, kept: Kept, gradient: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient, clipped, with momentum and with what was not sent before.
+    """The gradient as a vector, clipped, with momentum.
 
     Returns:
-        float32 [padded], and the momentum of the next step, or None.
+        The gradient itself, or float32; and the momentum of the next step, or None.
     """
-    options, numel, device = state.options, gradient.numel(), gradient.device
-    local = torch.empty(padded, device=device)
-    vector = local[:numel]
-    local[numel:] = 0
-    residual = None if kept.residual is None else kept.residual.to(device)
-    given, velocity = gradient.detach().flatten(), None
-    if options.clip is None and not options.momentum:
-        # Most calls come here: one pass over the data.
-        torch.add(given, 0 if residual is None else residual, out=vector)
-        return local, None
-    vector.copy_(given)
+    options, given = state.options, gradient.detach().flatten()
     if options.clip is not None:
-        vector.mul_(_clipping(vector, options.clip / math.sqrt(ranks)))
-    if options.momentum:
-        if kept.velocity is not None:
-            vector.add_(kept.velocity.to(device), alpha=options.momentum)
-        velocity = vector.clone()
-    if residual is not None:
-        vector.add_(residual)
-    return local, velocity
+        given = given.float()
+        given = given * _clipping(given, options.clip / math.sqrt(ranks))
+    if not options.momentum:
+        return given, None
+    given = given.float()
+    if kept.velocity is not None:
+        given = torch.add(given, kept.velocity.to(given.device), alpha=options.momentum)
+    return given, given.clone()
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether there is no Inf and no NaN in a tensor, without a second one.
+def finite_flag(values: Tensor) -> Tensor:
+    """uint8 [1]: whether there is no Inf and no NaN in a tensor; nothing waits for it.
 
     Example:
-        >>> is_finite(torch.tensor([1.0, -torch.inf])), is_finite(torch.ones(2))
-        (False, True)
+        >>> finite_flag(torch.tensor([1.0, -torch.inf])), finite_flag(torch.ones(2))
+        (tensor([0], dtype=torch.uint8), tensor([1], dtype=torch.uint8))
     """
     if not values.numel():
-        return True
-    return bool(torch.isfinite(torch.stack([values.amax(), values.amin()])).all())
+        return torch.ones(1, dtype=torch.uint8, device=values.device)
+    ends = torch.stack(torch.aminmax(values))
+    return torch.isfinite(ends).all().to(torch.uint8)[None]
 
 
 def _clipping(vector: Tensor, most: float) -> Tensor:
@@ -263,29 +329,36 @@ def decoded_mean(layout: Layout, arrived: Sequence[list[Tensor]], blocks: Tensor
     exact_count = len(layout.exact_fields())
     for tensors in arrived:
         add_exact(total, tensors[:exact_count], layout)
-        if layout.coder is not None and len(tensors) > exact_count:
-            layout.active(total).add_(rounded(tensors[exact_count:], layout.coder))
+        add_rounded(total, tensors[exact_count:], layout)
     total.div_(len(arrived))
     if blocks is not None:
         layout.active(total).add_(blocks)
     return total[: layout.numel]
 
 
-def _finish(state: HybridState, pending: Pending, mean: Tensor, is_finite: bool) -> None:
+def _finish(state: HybridState, pending: Pending, mean: Tensor, finite: Tensor) -> None:
     """Write the mean, and keep what was not sent; of a gradient with Inf or NaN keep nothing."""
     kept, layout, gradient = pending.kept, pending.layout, pending.part.gradient
     kept.steps += 1
-    if not is_finite:
+    residual, velocity = pending.local[: layout.numel], pending.velocity
+    if velocity is not None and layout.coder is None and not layout.is_dense:
+        # What waited and was sent now has its momentum in it (momentum factor masking,
+        # Deep Gradient Compression, section 3.2); a remainder leaves nothing waiting.
+        _, counts, offsets = pending.exact
+        velocity[decode_indices(counts, offsets)] = 0
+    if finite.is_cuda:
+        # The host does not wait to see it.
+        state.counters.skip_later(~finite)
+        mean = torch.where(finite, mean, torch.nan)
+        residual = torch.where(finite, residual, 0 if kept.residual is None else kept.residual)
+        if velocity is not None:
+            velocity = torch.where(finite, velocity, 0 if kept.velocity is None else kept.velocity)
+    elif not finite:
         state.counters.skipped += 1
         gradient.fill_(torch.nan)
         return
     gradient.copy_(mean.view(gradient.shape))
     if "residual" in state.options.parts_of(layout.numel):
-        kept.residual = pending.local[: layout.numel]
-    if pending.velocity is not None:
-        kept.velocity = pending.velocity
-        if layout.coder is None and not layout.is_dense:
-            # What waited and was sent now has its momentum in it (momentum factor masking,
-            # Deep Gradient Compression, section 3.2); a remainder leaves nothing waiting.
-            _, counts, offsets = pending.exact
-            kept.velocity[decode_indices(counts, offsets)] = 0
+        kept.residual = residual
+    if velocity is not None:
+        kept.velocity = velocity

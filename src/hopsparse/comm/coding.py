@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .indices import chunk_count, decode_indices, encode_indices
+from ..ops.hybrid_gradient.indices import chunk_count, decode_indices
+from ..ops.hybrid_gradient.reference import padded, pieces, rows_of
+from ..ops.hybrid_gradient.remainder import CODERS, Coder
 from .options import HybridOptions
-from .remainder import CODERS, Coder
-from .select import largest
 from .wire import Field
 
 
@@ -55,15 +55,12 @@ class Layout:
     @property
     def padded(self) -> int:
         """Values of it in whole blocks."""
-        block = 1 if self.coder is None else self.coder.block
-        return -(-self.numel // block) * block
+        return padded(self.numel, self.coder)
 
     @property
     def rows(self) -> int:
         """Blocks of the remainder that are sent."""
-        if self.coder is None or self.is_dense:
-            return 0
-        return len(range(self.phase, self.padded // self.coder.block, self.every))
+        return 0 if self.is_dense else rows_of(self.numel, self.coder, self.every, self.phase)
 
     def active(self, padded: Tensor) -> Tensor:
         """Those blocks of a vector in whole blocks: a view [rows, block]."""
@@ -84,23 +81,6 @@ class Layout:
         return [(torch.uint8, rows * self.coder.code_bytes), (torch.bfloat16, rows)]
 
 
-def take_exact(padded: Tensor, layout: Layout) -> list[Tensor]:
-    """Take the exact values out of a vector in whole blocks, which has zeros there then.
-
-    Returns:
-        Tensors as `exact_fields` says.
-    """
-    vector = padded[: layout.numel]
-    if layout.is_dense:
-        values = vector.clone()
-        vector.zero_()
-        return [values]
-    positions = largest(vector, layout.k)
-    values = vector[positions]
-    vector[positions] = 0
-    return [values, *encode_indices(positions, layout.numel)]
-
-
 def add_exact(total: Tensor, tensors: list[Tensor], layout: Layout) -> None:
     """Add exact values of a message to a vector."""
     vector = total[: layout.numel]
@@ -113,18 +93,14 @@ def add_exact(total: Tensor, tensors: list[Tensor], layout: Layout) -> None:
     vector[positions] += values
 
 
-def take_rounded(padded: Tensor, layout: Layout) -> list[Tensor]:
-    """Round the blocks that are sent; what was rounded away stays in the vector.
-
-    Returns:
-        Codes uint8 [rows, code_bytes] and scales bfloat16 [rows]; nothing where none are sent.
-    """
-    if layout.coder is None or layout.rows == 0:
-        return []
-    rows = layout.active(padded)
-    codes, scales = layout.coder.encode(rows)
-    rows.sub_(layout.coder.decode(codes, scales))
-    return [codes, scales]
+def add_rounded(total: Tensor, tensors: list[Tensor], layout: Layout) -> None:
+    """Add rounded blocks of a message to a vector in whole blocks."""
+    if layout.coder is None or not tensors:
+        return
+    blocks, (codes, scales) = layout.active(total), tensors
+    codes = codes.view(-1, layout.coder.code_bytes)
+    for at in pieces(len(blocks), layout.coder):
+        blocks[at] += layout.coder.decode(codes[at], scales[at])
 
 
 def rounded(tensors: list[Tensor], coder: Coder) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +34,39 @@ def group_or_world(group: Group | None) -> Group:
     return dist.group.WORLD
 
 
+@dataclass
+class Gathering:
+    """Messages that are on their way.
+
+    Attributes:
+        gathered: [ranks, n]; written until `wait` returns.
+        work: What torch gave to wait for; None where there is nothing to wait for.
+    """
+
+    gathered: Tensor
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """Every rank's message, in the order of the ranks; over NCCL the host does not wait."""
+        if self.work is not None:
+            self.work.wait()
+        return self.gathered
+
+
+def gather_later(message: Tensor, group: Group) -> Gathering:
+    """Send a message to every rank, and do not wait.
+
+    Args:
+        message: [n], as long on every rank.
+        group: Ranks.
+    """
+    if group.size() == 1:
+        return Gathering(message[None])
+    gathered = message.new_empty(group.size(), message.numel())
+    work = _all_gather(gathered.view(-1), message, group=group, async_op=True)
+    return Gathering(gathered, work)
+
+
 def gather(message: Tensor, group: Group) -> Tensor:
     """Every rank's message, to every rank.
 
@@ -41,11 +77,7 @@ def gather(message: Tensor, group: Group) -> Tensor:
     Returns:
         [ranks, n], in the order of the ranks.
     """
-    if group.size() == 1:
-        return message[None]
-    gathered = message.new_empty(group.size(), message.numel())
-    _all_gather(gathered.view(-1), message, group=group)
-    return gathered
+    return gather_later(message, group).wait()
 
 
 def exchange(messages: Tensor, group: Group) -> Tensor:

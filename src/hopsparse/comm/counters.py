@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from threading import Lock
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..measure.record import append
 
@@ -23,10 +27,11 @@ class Counters:
         values: Values of the gradients that were reduced.
         dense_bytes: What a rank would send for them in float32, around a ring.
         sent_bytes: What this rank sent to others; its headers do not count.
-        select_ms: Adding up what was kept, and choosing the largest.
-        quantise_ms: Rounding and unpacking the remainder, and adding up what came.
+        select_ms: Adding up what was kept, choosing the largest, and rounding the others.
+        quantise_ms: Putting messages together, unpacking them, and adding up what came.
         communicate_ms: Waiting for others, and for the link.
-        skipped: Parameters with Inf or NaN, which were passed on and not kept.
+        skipped: Parameters with Inf or NaN, which were passed on and not kept; of those on a GPU
+            since the last `settle`.
 
     Example:
         >>> Counters(dense_bytes=100, sent_bytes=10).ratio
@@ -41,6 +46,8 @@ class Counters:
     quantise_ms: float = 0.0
     communicate_ms: float = 0.0
     skipped: int = 0
+    _later: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @property
     def ratio(self) -> float:
@@ -53,7 +60,22 @@ class Counters:
         started = time.perf_counter()
         yield
         spent = 1e3 * (time.perf_counter() - started)
-        setattr(self, name, getattr(self, name) + spent)
+        # One exchange may be finished by another thread while the next is begun.
+        with self._lock:
+            setattr(self, name, getattr(self, name) + spent)
+
+    def skip_later(self, skipped: Tensor) -> None:
+        """Count a parameter if a bool on a GPU says so, which nobody waits for now."""
+        if not self._later:
+            self._later.append(torch.zeros((), dtype=torch.int64, device=skipped.device))
+        self._later[0] += skipped
+
+    def settle(self) -> Counters:
+        """Wait for what a GPU has counted, and add it."""
+        for each in self._later:
+            self.skipped += int(each)
+        self._later.clear()
+        return self
 
     def count(self, values: int, ranks: int, passes: int = 2) -> None:
         """An exchange begins; a ring passes everything twice for an all-reduce, once to scatter."""
@@ -62,8 +84,10 @@ class Counters:
         self.dense_bytes += passes * (ranks - 1) / ranks * 4 * values
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**asdict(self), "ratio": self.ratio}
+        """As JSON values; waits for what a GPU has counted."""
+        self.settle()
+        named = [each.name for each in fields(self) if not each.name.startswith("_")]
+        return {**{name: getattr(self, name) for name in named}, "ratio": self.ratio}
 
     def reset(self) -> None:
         """Begin at zero."""

@@ -2,12 +2,15 @@
 
 # Annotations are values here: DDP compares those of a hook with the classes that it knows.
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .average import Part, average, check_kind
+from .average import Exchange, Part, average, check_kind, start
 from .collective import Group, group_or_world
 from .state import HybridState
 
@@ -18,14 +21,16 @@ def hybrid_hook(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket of DDP: the largest values exactly, the others rounded or later.
 
-    The exchange is over when this returns; on the CPU the rest of the backward pass waits for it.
+    Between two ranks over gloo the rest of the backward pass goes on while messages are on their
+    way. With more ranks the exchange is over when this returns, as it is with a checksum; on a GPU
+    the stream waits for it, and the host does not.
 
     Args:
         state: Bound to the model; the same options on every rank.
         bucket: Gradients, float32, bfloat16 or float16.
 
     Returns:
-        A finished future with the bucket's buffer.
+        A future with the bucket's buffer.
 
     Raises:
         ArgumentError: The state is not bound to the model, or is not that of the other ranks.
@@ -45,9 +50,40 @@ def hybrid_hook(
     # The buffer and not its views, which have the strides of parameters: channels last, say.
     pieces = bucket.buffer().split([each.numel() for each in parameters])
     parts = [Part(*pair) for pair in zip(state.names(parameters), pieces, strict=True)]
-    average(state, parts, group_or_world(state.group), parameters)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    exchange, buffer = start(state, parts, group_or_world(state.group)), bucket.buffer()
+    if not state.options.checksum and (waiting := _futures(exchange)):
+        arrived = torch.futures.collect_all(waiting)
+        return arrived.then(lambda _: _finished(exchange, waiting, buffer))
+    exchange.finish(parameters)
+    return done(buffer)
+
+
+def _futures(exchange: Exchange) -> list[torch.futures.Future[Any]]:
+    """What to wait for before an exchange can be finished by any thread; empty: only by this one.
+
+    Where finishing sends more, every rank must do that in the order of its buckets.
+    """
+    works = [gathering.work for _, gathering in exchange.sent]
+    on_gpu = any(gathering.gathered.is_cuda for _, gathering in exchange.sent)
+    if not exchange.is_direct or None in works or on_gpu:
+        return []
+    return [work.get_future() for work in works]
+
+
+def _finished(
+    exchange: Exchange, waiting: Sequence[torch.futures.Future[Any]], buffer: Tensor
+) -> Tensor:
+    for each in waiting:
+        each.wait()  # they are done; one that failed raises here, and nothing of it is used
+    exchange.finish(has_arrived=True)
+    return buffer
+
+
+def done(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """A future of a buffer that is ready when the current stream is."""
+    on_gpu: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_gpu or None)
+    future.set_result(buffer)
     return future
 
 

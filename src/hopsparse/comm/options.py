@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ArgumentError
-from .remainder import CODERS, Remainder
+from ..ops.hybrid_gradient.remainder import CODERS, Remainder
 
 # Where warm-up starts, as in Deep Gradient Compression (Lin et al., 2018, section 3.2).
 _FIRST_K = 0.25
@@ -19,8 +19,8 @@ class HybridOptions:
 
     Attributes:
         k: Part of the values of each parameter that is sent exactly, the largest; 0 to 1.
-        remainder: How the others are rounded: `int8`, `int4`, `int3` or `sign`; None: they
-            are not sent.
+        remainder: How the others are rounded: `int8`, `int4`, `int3.5`, `int3` or `sign`;
+            None: they are not sent.
         every: Each step rounds and sends one of so many blocks of the remainder, in turn.
         warmup: Steps in which the part goes down from a quarter to `k`, by the same factor a step.
         dense_below: Parameters with fewer values are sent as they are, in float32.
@@ -53,7 +53,7 @@ class HybridOptions:
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
         if self.remainder is not None and self.remainder not in CODERS:
-            raise _refused("remainder", self.remainder, "int8, int4, int3, sign or None", "'int4'")
+            raise _refused("remainder", self.remainder, ", ".join(CODERS) + " or None", "'int4'")
         for name, least in (("every", 1), ("warmup", 0), ("dense_below", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -16,7 +16,7 @@ from ..errors import ArgumentError
 from ..units import bytes_text
 from .coding import Layout
 from .collective import Group, group_or_world
-from .hook import hybrid_hook
+from .hook import done, hybrid_hook
 from .link import Link, measure_link
 from .options import HybridOptions
 from .state import HybridState
@@ -258,13 +258,7 @@ def planned_hook(
         if sent is not buffer:
             buffer.copy_(sent)
     counters.sent_bytes += 2 * (ranks - 1) / ranks * sent.nbytes
-    return _finished(buffer)
-
-
-def _finished(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
+    return done(buffer)
 
 
 def _low_rank(
@@ -283,7 +277,7 @@ def _low_rank(
         counters.skipped += len(bucket.parameters())
         for kept in (power.error_dict, power.p_memory_dict, power.q_memory_dict):
             kept.pop(bucket.index(), None)
-    return _finished(result)
+    return done(result)
 
 
 def register_planned(ddp: DistributedDataParallel, planned: PlannedState) -> PlannedState:

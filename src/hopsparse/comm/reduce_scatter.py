@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .average import accumulated, agree_once, is_finite
-from .coding import Layout, add_exact, rounded, take_exact, take_rounded
+from ..ops import hybrid_gradient
+from ..ops.hybrid_gradient.indices import decode_indices
+from .average import agree_once, corrected, finite_flag
+from .coding import Layout, add_exact, add_rounded
 from .collective import Group, exchange
-from .indices import decode_indices
 from .memory import Kept
 from .state import HybridState
 from .wire import Field, pack, unpack
@@ -47,7 +48,7 @@ class _Coded:
     local: Tensor
     velocity: Tensor | None
     tensors: list[list[Tensor]]
-    is_finite: bool
+    finite: Tensor
 
 
 def scatter_mean(state: HybridState, parameters: Sequence[Sharded], group: Group) -> None:
@@ -68,7 +69,7 @@ def scatter_mean(state: HybridState, parameters: Sequence[Sharded], group: Group
     counters.count(sum(each.numel for each in parameters), ranks, passes=1)
     coded = [_code(state, each, ranks) for each in parameters]
     with counters.timed("quantise_ms"):
-        flags = torch.tensor([each.is_finite for each in coded], dtype=torch.uint8, device=device)
+        flags = torch.cat([each.finite for each in coded])
         messages = torch.stack(
             [
                 pack([flags, *(tensor for each in coded for tensor in each.tensors[to])], device)
@@ -88,17 +89,27 @@ def _code(state: HybridState, given: Sharded, ranks: int) -> _Coded:
     layout = Layout.of(values, state.options, kept.steps, ranks)
     with state.counters.timed("select_ms"):
         whole = given.gradient.reshape(-1)[: given.numel]
-        local, velocity = accumulated(state, kept, whole, ranks, ranks * values)
-        finite = is_finite(local)
-        if not finite:
-            local.zero_()
-        parts = torch.zeros(ranks, layout.padded, device=local.device)
-        parts[:, :values] = local.view(ranks, values)
-        tensors = [take_exact(part, layout) for part in parts]
-    with state.counters.timed("quantise_ms"):
-        for exact, part in zip(tensors, parts, strict=True):
-            exact += take_rounded(part, layout)
-    return _Coded(kept, layout, parts, velocity, tensors, finite)
+        gradient, velocity = corrected(state, kept, whole, ranks)
+        parts = torch.zeros(ranks, values, device=gradient.device)
+        vector = parts.view(-1)[: given.numel]
+        vector.copy_(gradient)
+        if kept.residual is not None:
+            vector += kept.residual.to(vector.device)
+    with state.counters.timed("select_ms"):
+        coded = [_part(part, layout, state) for part in parts]
+    tensors, rests, finite = zip(*coded, strict=True)
+    local = torch.stack(rests)
+    return _Coded(kept, layout, local, velocity, list(tensors), torch.stack(finite).amin(0))
+
+
+def _part(part: Tensor, layout: Layout, state: HybridState) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What goes to one rank, what is kept of that, and whether it is finite."""
+    if layout.is_dense:
+        return [part], torch.zeros(layout.padded, device=part.device), finite_flag(part)
+    *exact, codes, scales, rest, finite = hybrid_gradient(
+        part, None, layout.k, state.options.remainder, every=layout.every, phase=layout.phase
+    )
+    return exact + ([codes, scales] if layout.rows else []), rest, finite
 
 
 def _add_up(
@@ -116,9 +127,7 @@ def _add_up(
         total = torch.zeros(each.layout.padded, device=received.device)
         for tensors in arrived:
             add_exact(total, tensors[first : first + exact], each.layout)
-            if each.layout.coder is not None and last > first + exact:
-                blocks = rounded(tensors[first + exact : last], each.layout.coder)
-                each.layout.active(total).add_(blocks)
+            add_rounded(total, tensors[first + exact : last], each.layout)
         first = last
         _finish(state, given, each, total.div_(len(arrived)), passed)
 

@@ -11,6 +11,7 @@ from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
 
 # Importing a folder sets the name of the folder here, and the next lines set it to the function.
 # Python imports a folder once, so that nothing sets it back.
+from .hybrid_gradient.op import hybrid_gradient
 from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
@@ -21,7 +22,7 @@ from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
-#: `quantize_rows` its inputs.
+#: `quantize_rows` its inputs; `hybrid_gradient` makes what is sent of gradients.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Scaling",
     "decompress",
+    "hybrid_gradient",
     "interleave_gate_up",
     "pack_nm",
     "product",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 # Blocks of 64 read 1.6 values again for each that is skipped at k = 0.1 %; longer ones save little,
 # because by then the pass over the data is what costs.

@@ -1,4 +1,4 @@
-"""What is left beside the largest values, in 8, 4, 3 or 1 bits each and a scale for each block.
+"""What is left beside the largest values, in 8, 4, 3.5, 3 or 1 bits each and a scale a block.
 
 But with 1 bit nothing is lost: a scale has 8 bits, a code 7 at most, so that their product is
 exact in float32; a value is at most twice and at least half of what it is rounded to, so that the
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Remainder = Literal["int8", "int4", "int3", "sign"]
+Remainder = Literal["int8", "int4", "int3.5", "int3", "sign"]
 _SCALE = torch.bfloat16
 # So that the largest code times a scale that was rounded up is still finite.
 _TOP = torch.finfo(torch.float32).max * (1 - torch.finfo(_SCALE).eps / 2)
@@ -92,6 +92,31 @@ class Int4(Coder):
         return torch.cat([codes & 15, codes >> 4], dim=1).float().sub_(8)
 
 
+class Int3Half(Coder):
+    """Round to the nearest of -5 to 5 parts of the largest magnitude of 128 values, two in 7 bits.
+
+    Values v and v + 64 are pair v: 11 times the first code and the second, of 0 to 10 both. The low
+    7 bits of byte v are pair v, to 55; the high bit of byte 8 b + v is bit b of pair 56 + v.
+    """
+
+    block, most, code_bytes = 128, 5, 56
+
+    def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
+        codes = self._integers(rows, divisor).add_(5).to(torch.uint8)
+        pairs = codes[:, :64] * 11 + codes[:, 64:]
+        last = pairs[:, None, 56:] >> _seven(rows) & 1
+        return pairs[:, :56] | last.flatten(1) << 7
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        last = codes[:, :8] >> 7
+        for bit in range(1, 7):
+            last |= codes[:, 8 * bit : 8 * bit + 8] >> 7 << bit
+        # In float32: torch divides bytes slowly. No half is near a multiple of 11.
+        pairs = torch.cat([codes & 127, last], dim=1).float()
+        first = pairs.add(0.5).div_(11).floor_()
+        return torch.cat([first, pairs.sub_(first, alpha=11)], dim=1).sub_(5)
+
+
 class Int3(Coder):
     """Round to the nearest of -3 to 3 parts of the largest magnitude of 128 values.
 
@@ -120,10 +145,14 @@ class Sign(Coder):
     block, most, code_bytes = 512, 1, 64
 
     def _scales(self, rows: Tensor) -> Tensor:
-        return (rows.abs() / self.block).sum(1)  # divided first: a sum may overflow
+        parts = rows.abs().mul_(1 / self.block)  # first: a sum may overflow
+        # Halves are added up, so that the order is one that a kernel can keep too.
+        while (half := parts.shape[1] // 2) > 0:
+            parts = parts[:, :half] + parts[:, half:]
+        return parts[:, 0]
 
     def _codes(self, rows: Tensor, divisor: Tensor) -> Tensor:
-        return _packed((rows >= 0).to(torch.uint8), 1)
+        return _packed((rows >= 0).view(torch.uint8), 1)
 
     def _numbers(self, codes: Tensor) -> Tensor:
         return _unpacked(codes, 1).float().mul_(2).sub_(1)
@@ -145,4 +174,15 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return torch.stack([packed >> shift & mask for shift in shifts], dim=1).flatten(1)
 
 
-CODERS: Mapping[str, Coder] = {"int8": Int8(), "int4": Int4(), "int3": Int3(), "sign": Sign()}
+def _seven(beside: Tensor) -> Tensor:
+    """0 to 6 in a column; made there, as nobody should wait for a copy."""
+    return torch.arange(7, dtype=torch.uint8, device=beside.device)[:, None]
+
+
+CODERS: Mapping[str, Coder] = {
+    "int8": Int8(),
+    "int4": Int4(),
+    "int3.5": Int3Half(),
+    "int3": Int3(),
+    "sign": Sign(),
+}
