@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from . import quant as quant
     from . import recover as recover
     from .measure import Workload as Workload
+    from .models.attention_config import AttentionConfig as AttentionConfig
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
     from .models.budget import solve_within as solve_within
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 _LATER = {
     "measure": ("Workload",),
+    "models.attention_config": ("AttentionConfig",),
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
