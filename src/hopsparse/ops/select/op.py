@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from .._product import is_dense, told
+from .._product import is_dense, is_hopper, told
 from .dispatch import register_on_gpu, run_reference, traced
+from .plan import MOST_COLUMNS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A rank is 32 bits and a place in a row is signed.
@@ -197,7 +200,18 @@ def _run_on_gpu(
     sizes: list[int],
 ) -> list[Tensor]:
     """The kernel where there is one for this GPU, and something to do."""
-    return run_reference(scores, k, lengths, by, limit, number, sizes)
+    rows, columns = scores.shape
+    fits = rows > 0 and 0 < columns <= MOST_COLUMNS and sizes[1] > 0
+    run = _run() if fits and is_hopper(scores.get_device()) else run_reference
+    return run(scores, k, lengths, by, limit, number, sizes)
 
 
 register_on_gpu(_run_on_gpu)
+
+
+@cache
+def _run() -> Callable[..., list[Tensor]]:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from .device import run
+
+    return run

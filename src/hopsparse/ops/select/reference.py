@@ -12,23 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .exponential import COEFFICIENTS, LOG2_E
+
 #: The rank of NaN, of +inf, and of what is not there.
 NAN_RANK, INF_RANK, ABSENT = 0xFFFFFFFF, 0xFF800000, 0
 #: The weight of the largest score; one that is 2^-33 of it weighs nothing.
 ONE = 1 << 32
-#: As float32 has it, so that no device rounds it in another way.
-LOG2_E = 1.44269502162933349609375
-#: exp2 on [0, 1), highest power first: Taylor in ln 2, to 2e-6 and in the order of exp2.
-COEFFICIENTS = (
-    1.5252734e-05,
-    1.5403530e-04,
-    1.3333558e-03,
-    9.6181291e-03,
-    5.5504109e-02,
-    2.4022651e-01,
-    6.9314718e-01,
-    1.0,
-)
 
 
 @dataclass(frozen=True)
