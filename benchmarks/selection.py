@@ -1,6 +1,6 @@
 """select against torch.topk, and the worst input against a random one.
 
-    PYTHONPATH=src python benchmarks/select.py --out select.jsonl
+    PYTHONPATH=src python benchmarks/selection.py --out selection.jsonl
 
 Contenders of a case: select and torch.topk on random rows; select on rows that are equal, crowded
 (one score in thirteen shares its top 8 bits) and ascending; select by mass. Each call works on its
@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names hold this")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
     facts = record.environment(gpu())
     for case in MODEL:
         if options.only in case.name:
@@ -68,7 +70,7 @@ def measured(case: Case, rounds: int) -> list[record.Row]:
 
 
 def contender(name: str, scores: Tensor, k: int, **options: float) -> Contender:
-    """select on copies of the scores, once it is known to be right."""
+    """The operator on copies of the scores, once it is known to be right."""
     want = select(scores.cpu(), k, **options)
     for mine, other in zip(select(scores, k, **options), want, strict=True):
         if not torch.equal(mine.cpu(), other):
