@@ -18,7 +18,7 @@ using u64 = unsigned long long;
 #define __forceinline__ inline
 
 struct Index {
-  u32 x;
+  u32 x, y, z;
 };
 thread_local Index threadIdx, blockIdx;
 
@@ -107,6 +107,16 @@ inline void atomicMax(u32* place, u32 value) {
 inline float __uint_as_float(u32 word) { return std::bit_cast<float>(word); }
 inline float __int_as_float(int word) { return std::bit_cast<float>(word); }
 inline u32 __float_as_uint(float value) { return std::bit_cast<u32>(value); }
+inline void __syncwarp() { block_here().warps[threadIdx.x / 32]->barrier.arrive_and_wait(); }
+
+// Copies are done at once: that a wait is missing does not show.
+inline void copy_async(u32 to, const void* from, bool inside) {
+  inside ? std::memcpy(shared_memory() + to, from, 16) : std::memset(shared_memory() + to, 0, 16);
+}
+inline void commit_copies() {}
+template <int Left>
+void wait_copies() {}
+
 inline float __fadd_rn(float a, float b) { return a + b; }  // compiled with -ffp-contract=off
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -122,14 +132,26 @@ inline u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
 enum class Type { bf16, f16, f32 };
 template <Type T>
+float unpack(u32 word) {
+  return __uint_as_float(word << 16);
+}
+template <Type T>
 float load_value(const void* tensor, long long at) {
-  return static_cast<const float*>(tensor)[at];
+  if constexpr (T == Type::f32) return static_cast<const float*>(tensor)[at];
+  return unpack<T>(static_cast<const u16*>(tensor)[at]);
+}
+// To the nearest bfloat16, halves to even.
+template <Type T>
+void store_value(void* tensor, long long at, float value) {
+  const u32 word = __float_as_uint(value);
+  const u32 rounded = value == value ? word + 0x7FFF + (word >> 16 & 1) : 0x7FC00000;
+  static_cast<u16*>(tensor)[at] = static_cast<u16>(rounded >> 16);
 }
 
-// One cluster of blocks after the other.
+// One cluster of blocks after the other; clusters lie along x, then y, then z.
 template <class Kernel>
-void launch(u32 clusters, int blocks, int threads, size_t smem_bytes, Kernel kernel) {
-  for (u32 number = 0; number < clusters; ++number) {
+void launch(Index grid, int blocks, int threads, size_t smem_bytes, Kernel kernel) {
+  for (u32 number = 0; number < grid.x * grid.y * grid.z; ++number) {
     Cluster cluster(blocks * threads);
     for (int i = 0; i < blocks; ++i) {
       cluster.blocks.push_back(std::make_unique<Block>(threads, smem_bytes));
@@ -138,7 +160,8 @@ void launch(u32 clusters, int blocks, int threads, size_t smem_bytes, Kernel ker
     for (int i = 0; i < blocks * threads; ++i) {
       all.emplace_back([&, i] {
         threadIdx.x = i % threads;
-        blockIdx.x = number * blocks + i / threads;
+        blockIdx = {number % grid.x * blocks + i / threads, number / grid.x % grid.y,
+                    number / grid.x / grid.y};
         rank_here = i / threads;
         cluster_here = &cluster;
         kernel();

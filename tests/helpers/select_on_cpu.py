@@ -26,7 +26,7 @@ struct Tested : Config {
 template <int By_>
 void run(const select_::Args& a, u32 rows) {
   using C = Tested<By_>;
-  launch(rows, CLUSTER, 64, sizeof(select_::Smem<C>), [&] { select_::run<C>(a); });
+  launch({rows, 1, 1}, CLUSTER, 64, sizeof(select_::Smem<C>), [&] { select_::run<C>(a); });
 }
 extern "C" void entry(const select_::Args* a, u32 rows, int by) {
   by == 0 ? run<0>(*a, rows) : by == 1 ? run<1>(*a, rows) : run<2>(*a, rows);

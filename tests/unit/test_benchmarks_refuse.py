@@ -33,6 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("comm_link", ("--methods", "dense,int5"), "--methods 'int5': one of dense"),
         ("comm_link", ("--ranks", "1"), "--ranks 1: at least 2"),
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
+        ("attention_decode", ("--out", "rows.jsonl", "--budget", "5"), "--budget 5: at least 64"),
         ("selection", ("--out", "rows.jsonl", "--rounds", "0"), "--rounds 0: at least 1"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache as once
+from types import ModuleType
+
 from torch import Tensor
 
 from ...errors import ArgumentError
@@ -16,8 +19,8 @@ from .._paged import (
     check_whole_numbers,
     looks_at_values,
 )
-from .._product import is_dense, told
-from . import reference
+from .._product import is_dense, is_hopper, told
+from .dispatch import cache_of, parts_of, register_on_gpu, run_reference, traced
 
 
 def attend_decode(
@@ -32,8 +35,9 @@ def attend_decode(
     """Attend from one query a head of each sequence to the keys of chosen blocks.
 
     Each head of keys has its own list, for all of its query heads. A sequence without tokens, and a
-    list without blocks, gives zeros and an LSE of -inf. There is no kernel yet: torch on any
-    device; no gradient.
+    list without blocks, gives zeros and an LSE of -inf. A kernel on a Hopper GPU where keys are of
+    16 bits, the head dimension is 64, 128 or 256, and there are up to 16 query heads for each of
+    keys; else torch. No gradient.
 
     Args:
         q: [batch, heads, dim], float32, bfloat16 or float16; heads a multiple of those of keys.
@@ -51,7 +55,8 @@ def attend_decode(
     Raises:
         ArgumentError: Arguments do not fit each other. On the CPU values are looked at too: pages
             outside of the pool, lengths and blocks without room, blocks that are listed twice.
-        UnsupportedError: A gradient would be needed.
+        UnsupportedError: A gradient would be needed; a CUDA graph is being captured, and the
+            kernel is not loaded yet.
 
     Example:
         >>> import torch
@@ -79,7 +84,8 @@ def attend_decode(
     _check_lists(q, cache, indices, counts, block)
     refuse_gradients("attend_decode", q, cache)
     factor = checked_scale("attend_decode", scale, q.shape[2])
-    return reference.attend_decode(q, cache, indices, counts, block, factor)
+    tensors, scales = parts_of(cache, factor)
+    return traced(q.detach(), tensors, indices, counts, block, scales)
 
 
 def _check_lists(
@@ -103,3 +109,30 @@ def _check_lists(
         check_whole_numbers("attend_decode", "counts", counts, q, shape)
     if looks_at_values(q):
         check_listed("attend_decode", indices, counts, -(-cache.capacity // block))
+
+
+def _run_on_gpu(
+    q: Tensor,
+    tensors: list[Tensor],
+    indices: Tensor | None,
+    counts: Tensor | None,
+    block: int,
+    scales: list[float],
+) -> tuple[Tensor, Tensor]:
+    """The kernel where there is one for this GPU and these keys."""
+    cache = cache_of(tensors, scales)
+    if not is_hopper(q.get_device()) or not _device().fits(q, cache):
+        return run_reference(q, tensors, indices, counts, block, scales)
+    found: tuple[Tensor, Tensor] = _device().run(q, cache, (indices, counts), block, scales[0])
+    return found
+
+
+register_on_gpu(_run_on_gpu)
+
+
+@once
+def _device() -> ModuleType:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from . import device
+
+    return device
