@@ -66,6 +66,16 @@ def attend_decode(
         >>> out.unique().tolist(), round(lse[0, 0].exp().item(), 4)
         ([1.0], 3.0)
     """
+    cache = _check_query(q, cache)
+    block = check_block("attend_decode", block, cache.page)
+    _check_lists(q, cache, indices, counts, block)
+    refuse_gradients("attend_decode", q, cache)
+    factor = checked_scale("attend_decode", scale, q.shape[2])
+    tensors, scales = parts_of(cache, factor)
+    return traced(q.detach(), tensors, indices, counts, block, scales)
+
+
+def _check_query(q: Tensor, cache: PagedKV) -> PagedKV:
     if not is_dense(q) or q.dim() != 3 or q.dtype not in QUERY_DTYPES:
         raise ArgumentError(
             f"attend_decode: q {told(q)}",
@@ -80,12 +90,7 @@ def attend_decode(
             need="one a sequence",
             hint="hopsparse.ops.attend_prefill, for more",
         )
-    block = check_block("attend_decode", block, cache.page)
-    _check_lists(q, cache, indices, counts, block)
-    refuse_gradients("attend_decode", q, cache)
-    factor = checked_scale("attend_decode", scale, q.shape[2])
-    tensors, scales = parts_of(cache, factor)
-    return traced(q.detach(), tensors, indices, counts, block, scales)
+    return cache
 
 
 def _check_lists(
