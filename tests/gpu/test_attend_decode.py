@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hopsparse.compiler import KernelCache
 from hopsparse.launch import capture
-from hopsparse.ops import PagedKV, attend_decode
+from hopsparse.ops import KeyBlocks, PagedKV, append_keys, attend_decode, score_blocks, select
 from hopsparse.ops.attend_decode import plan
 from hopsparse.ops.attend_decode.device import enqueue, fits
 from tests.helpers.attention import GROUPS, Shape, assert_attention, listed, paged, tokens_of
@@ -188,6 +188,43 @@ def test_one_graph_for_all_lengths_and_lists(device: torch.device) -> None:
         for mine, other in zip(
             graph.outputs, attend_decode(q, cache, indices, counts), strict=True
         ):
+            assert torch.equal(mine, other)
+
+
+def test_a_whole_step_in_one_graph(device: torch.device) -> None:
+    """Scores, selection and attention of growing sequences; each layer has lists of its own."""
+    shape = Shape(heads=8, kv_heads=2, dim=64, page=64)
+    q = torch.randn(2, 8, 64).bfloat16().to(device)
+    cache = moved(paged(shape, tokens_of(shape, [640, 640], torch.bfloat16)), device)
+    layers = [
+        KeyBlocks.empty((2, 2, 10, 64), block=64, dtype=q.dtype, device=device) for _ in range(2)
+    ]
+
+    def step() -> list[Tensor]:
+        found: list[Tensor] = []
+        for number, blocks in enumerate(layers):
+            scores = score_blocks(q * (number + 1), blocks, cache.lengths)
+            lengths = ((cache.lengths + 63) // 64)[:, None].expand(2, 2).contiguous()
+            chosen = select(scores, 4, lengths=lengths, sink=1, recent=1)
+            found += [*chosen, *attend_decode(q, cache, *chosen, block=64)]
+        return found
+
+    keys = torch.randn(2, 640, 2, 64).bfloat16().to(device)
+    starts = torch.zeros(2, dtype=torch.int32, device=device)
+    for blocks in layers:
+        append_keys(blocks, keys, starts)
+    graph = capture(step)
+    for lengths in ([640, 3], [0, 500], [64, 65]):
+        cache.lengths.copy_(torch.tensor(lengths))
+        q.copy_(torch.randn(2, 8, 64))
+        for blocks in layers:
+            append_keys(blocks, torch.randn_like(keys), starts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for mine, other in zip(graph.outputs, step(), strict=True):
             assert torch.equal(mine, other)
 
 
