@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from .._call import is_plain
 from .._product import is_dense, is_hopper, told
 from .dispatch import register_on_gpu, run_reference, traced
 from .plan import MOST_COLUMNS
@@ -76,7 +77,8 @@ def select(
     ks, k_of_all = _row_numbers("k", k, scores, torch.int32)
     ns, _ = _row_numbers("lengths", columns if lengths is None else lengths, scores, torch.int32)
     flat = scores.detach().reshape(rows.numel(), columns).contiguous()
-    run = _run_on_gpu if _goes_past_torch(flat) else traced
+    # The dispatch of torch costs more than the launch: a call that needs none of it goes past it.
+    run = _run_on_gpu if flat.is_cuda and is_plain(flat) else traced
     sizes = [int(k_of_all), width, min(sink, columns), min(recent, columns)]
     indices, counts = run(flat, ks, ns, by, limits, number, sizes)
     return indices.view(*rows, width), counts.view(rows)
@@ -177,17 +179,6 @@ def _check_values(name: str, value: Tensor, columns: int) -> None:
             need=need,
             hint=f"{name}.clamp(...)",
         )
-
-
-_modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-_has_transforms = torch._C._are_functorch_transforms_active
-
-
-def _goes_past_torch(scores: Tensor) -> bool:
-    """Whether a launch may go past the dispatch of torch: nothing is traced or recorded."""
-    if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces() or _has_transforms():
-        return False
-    return scores.is_cuda and type(scores) is Tensor
 
 
 def _run_on_gpu(
