@@ -77,7 +77,6 @@ def select(
     ks, k_of_all = _row_numbers("k", k, scores, torch.int32)
     ns, _ = _row_numbers("lengths", columns if lengths is None else lengths, scores, torch.int32)
     flat = scores.detach().reshape(rows.numel(), columns).contiguous()
-    # The dispatch of torch costs more than the launch: a call that needs none of it goes past it.
     run = _run_on_gpu if flat.is_cuda and is_plain(flat) else traced
     sizes = [int(k_of_all), width, min(sink, columns), min(recent, columns)]
     indices, counts = run(flat, ks, ns, by, limits, number, sizes)
