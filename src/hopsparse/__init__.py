@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from . import recover as recover
     from .graphs import accelerate as accelerate
     from .measure import Workload as Workload
+    from .models.attention_config import AttentionConfig as AttentionConfig
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
     from .models.budget import solve_within as solve_within
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 _LATER = {
     "graphs": ("accelerate",),
     "measure": ("Workload",),
+    "models.attention_config": ("AttentionConfig",),
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),

@@ -12,6 +12,7 @@ from hopsparse.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
+    "attention-report": "attention.md",
     "comm-report": "comm.md",
     "compare": "evaluate.md",
     "evaluate": "evaluate.md",

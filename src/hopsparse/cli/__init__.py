@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
+from .attention_report import ATTENTION_REPORT
 from .bench import BENCH
 from .comm_report import COMM_REPORT
 from .compare import COMPARE
@@ -54,6 +55,7 @@ _COMMANDS = (
     EXPLAIN,
     TUNE,
     COMM_REPORT,
+    ATTENTION_REPORT,
 )
 for _command in _COMMANDS:
     app.command(_command.__name__)(_command)

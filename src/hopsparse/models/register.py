@@ -1,7 +1,8 @@
-"""Makes transformers know our checkpoints, without importing or patching it.
+"""Makes transformers know our checkpoints and our attention, without importing or patching it.
 
-transformers has a registry for quantisation methods; ours is entered when transformers is
-imported, before or after hopsparse. Until then this costs a dictionary entry.
+transformers has registries for quantisation methods and for functions of attention; ours are
+entered when transformers is imported, before or after hopsparse. Until then this costs two
+dictionary entries.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from types import ModuleType
 
 import wrapt
 
-_REGISTRY = "transformers.quantizers.auto"
+_QUANTIZERS, _MODELS = "transformers.quantizers.auto", "transformers.modeling_utils"
 _hooked = False
 
 
 def register() -> None:
-    """Enter the method "hopsparse" as soon as transformers is imported; safe to call again."""
+    """Enter the method and the attention "hopsparse" as soon as transformers is imported."""
     global _hooked
     if not _hooked:
         _hooked = True
-        wrapt.register_post_import_hook(_enter, _REGISTRY)
+        wrapt.register_post_import_hook(_enter_quantizer, _QUANTIZERS)
+        wrapt.register_post_import_hook(_enter_attention, _MODELS)
 
 
-def _enter(_: ModuleType) -> None:
+def _enter_quantizer(_: ModuleType) -> None:
     # Imported here, because it derives from classes of transformers; importing it registers them.
     # A transformers too old for it stays importable, and says itself that it knows no "hopsparse".
     with contextlib.suppress(ImportError):
         from . import quantizer as quantizer
+
+
+def _enter_attention(_: ModuleType) -> None:
+    with contextlib.suppress(ImportError):
+        from . import attention as attention

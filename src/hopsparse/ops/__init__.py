@@ -7,13 +7,21 @@ reached through its folder, `from hopsparse.ops.spmm_nm import cases`.
 
 from __future__ import annotations
 
+from ._paged import PagedKV, contiguous_pages
 from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
+from .attend_decode.op import attend_decode
+from .attend_prefill.op import attend_prefill
+from .attend_prefill.tiles import score_tiles
 
 # Importing a folder sets the name of the folder here, and the next lines set it to the function.
 # Python imports a folder once, so that nothing sets it back.
 from .hybrid_gradient.op import hybrid_gradient
 from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
+from .score_blocks.certificate import missed_mass, select_certified
+from .score_blocks.key_blocks import KeyBlocks, append_keys
+from .score_blocks.op import Masses, block_masses, score_blocks
+from .select.op import select
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
@@ -29,14 +37,27 @@ __all__ = [
     "COMPUTE_DTYPES",
     "OPS",
     "Case",
+    "KeyBlocks",
+    "Masses",
+    "PagedKV",
     "Plan",
     "Scaling",
+    "append_keys",
+    "attend_decode",
+    "attend_prefill",
+    "block_masses",
+    "contiguous_pages",
     "decompress",
     "hybrid_gradient",
     "interleave_gate_up",
+    "missed_mass",
     "pack_nm",
     "product",
     "quantize_rows",
+    "score_blocks",
+    "score_tiles",
+    "select",
+    "select_certified",
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",

@@ -1,0 +1,112 @@
+"""attend_decode on a GPU: one launch, whose work is cut by counts that are on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...compiler import KernelCache
+from ...launch import Bound, KnownLaunches, current_stream, kernel_for
+from .._paged import PagedKV
+from . import plan
+
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MOST_BATCH = 65_535  # largest grid along y and z
+
+_BOUND = KnownLaunches()
+
+#: Indices and counts.
+Lists = tuple[Tensor | None, Tensor | None]
+
+
+def fits(q: Tensor, cache: PagedKV) -> bool:
+    """Whether there is a kernel: 16-bit keys whose rows start on 16 bytes, of a known dimension."""
+    batch, heads, dim = q.shape
+    if q.dtype not in _NAMES or cache.keys.dtype != q.dtype or dim not in plan.DIMS:
+        return False
+    group = plan.group_for(heads // cache.kv_heads)
+    if group is None or not 0 < batch <= _MOST_BATCH or cache.kv_heads > _MOST_BATCH:
+        return False
+    if (cache.key_scale, cache.value_scale) != (1.0, 1.0):
+        return False
+    pools = (cache.keys, cache.values)
+    return all(
+        pool.stride(3) == 1
+        and pool.data_ptr() % 16 == 0
+        and not any(stride % 8 for stride in pool.stride()[:3])
+        for pool in pools
+    )
+
+
+def run(q: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and LSE of arguments that were checked, and that fit.
+
+    Args:
+        q: [batch, heads, dim] on a Hopper GPU.
+        cache: The pages.
+        lists: Indices and counts.
+        block: Tokens of a block.
+        scale: Of q.k.
+
+    Raises:
+        UnsupportedError: No driver; or a graph is captured and the kernel is not loaded yet.
+        CompileError: The kernel does not compile.
+    """
+    q = q.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    contiguous = tuple(None if each is None else each.contiguous() for each in lists)
+    enqueue((out, lse), q, cache, (contiguous[0], contiguous[1]), block, scale)
+    return out, lse
+
+
+def enqueue(
+    results: tuple[Tensor, Tensor],
+    q: Tensor,
+    cache: PagedKV,
+    lists: Lists,
+    block: int,
+    scale: float,
+) -> None:
+    """Put the kernel on torch's current stream. Nothing waits for it, and nothing is checked.
+
+    Args:
+        results: What `run` returns, contiguous; all is written.
+        q: As for `run`, contiguous, like all the rest.
+        cache: The pages.
+        lists: Indices and counts.
+        block: Tokens of a block.
+        scale: Of q.k.
+    """
+    args = bytes(pack(results, q, cache, lists, block, scale))
+    device, batch = q.get_device(), q.shape[0]
+    # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
+    key = (args, q.shape, q.dtype, device, current_stream(device))
+    bound = _BOUND.get(key)
+    if bound is None:
+        group = plan.group_for(q.shape[1] // cache.kv_heads)
+        assert group is not None
+        spec = plan.spec_for(_NAMES[q.dtype], q.shape[2], group)
+        kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+        grid = (plan.CLUSTER, cache.kv_heads, batch)
+        made: Bound = kernel.bind(grid, args, current_stream(device))
+        bound = _BOUND.keep(key, made)
+    bound()
+
+
+def pack(
+    results: tuple[Tensor, Tensor],
+    q: Tensor,
+    cache: PagedKV,
+    lists: Lists,
+    block: int,
+    scale: float,
+) -> plan.Args:
+    """The kernel's argument."""
+    table, lengths = cache.table, cache.lengths
+    tensors = (q, cache.keys, cache.values, table, lengths, *lists, *results)
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
+    strides = (*cache.keys.stride()[:3], *cache.values.stride()[:3])
+    sizes = (cache.keys.shape[0], cache.page, block, table.shape[1])
+    most = 0 if lists[0] is None else lists[0].shape[2]
+    group = q.shape[1] // cache.kv_heads
+    return plan.Args(*addresses, *strides, *sizes, most, cache.kv_heads, group, scale)

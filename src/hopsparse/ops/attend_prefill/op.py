@@ -1,0 +1,130 @@
+"""Causal attention of many queries over blocks of keys: checks, run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from ...errors import ArgumentError
+from .._attention import checked_scale, refuse_gradients
+from .._paged import (
+    QUERY_DTYPES,
+    PagedKV,
+    check_block,
+    check_cache,
+    check_heads,
+    check_listed,
+    check_whole_numbers,
+    looks_at_values,
+)
+from .._product import is_dense, told
+from . import reference
+
+_OP = "attend_prefill"
+
+
+def attend_prefill(
+    q: Tensor,
+    starts: Tensor,
+    cache: PagedKV,
+    indices: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    block: int = 64,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from the last tokens of each sequence to chosen blocks of its keys, causally.
+
+    The queries of a sequence are its last tokens, whose keys are in the cache already: a whole
+    prompt, or a chunk of it. Every `block` queries from the first of the chunk on have a list of
+    blocks of keys. A query without a key gives zeros and an LSE of -inf. There is no kernel yet:
+    torch on any device, which waits for the GPU; no gradient.
+
+    Args:
+        q: [tokens, heads, dim], all sequences behind each other; float32, bfloat16 or float16.
+        starts: int32 [batch + 1]: sequence b has queries starts[b] to starts[b + 1].
+        cache: The pages.
+        indices: int32 [batch, kv_heads or heads, q_blocks, most]: blocks of `block` tokens, each
+            once, in any order; negative ones are none. None: all tokens.
+        counts: int32 [batch, kv_heads or heads, q_blocks]: how many count; None: all.
+        block: Tokens of a block, a multiple of the page.
+        scale: Of q.k; None: 1 / sqrt(dim).
+
+    Returns:
+        out: [tokens, heads, dim], dtype of q.
+        lse: float32 [tokens, heads], natural logarithm.
+
+    Raises:
+        ArgumentError: Arguments do not fit each other. On the CPU values are looked at too.
+        UnsupportedError: A gradient would be needed.
+
+    Example:
+        >>> import torch
+        >>> pool = torch.arange(16.0).view(1, 1, 16, 1)
+        >>> cache = PagedKV(0 * pool, pool, torch.tensor([[0]]).int(), torch.tensor([3]).int())
+        >>> out, _ = attend_prefill(torch.zeros(3, 1, 1), torch.tensor([0, 3]).int(), cache)
+        >>> out.flatten().tolist()
+        [0.0, 0.5, 1.0]
+    """
+    if not is_dense(q) or q.dim() != 3 or q.dtype not in QUERY_DTYPES:
+        raise ArgumentError(
+            f"{_OP}: q {told(q)}",
+            need="[tokens, heads, dim] in float32, bfloat16 or float16",
+            hint="q.transpose(1, 2).flatten(0, 1), for [batch, heads, tokens, dim]",
+        )
+    cache = check_cache(_OP, cache, q)
+    check_heads(_OP, q, cache)
+    block = check_block(_OP, block, cache.page)
+    check_whole_numbers(_OP, "starts", starts, q, (cache.table.shape[0] + 1,))
+    longest = _check_starts(q, starts, cache)
+    _check_lists(q, cache, indices, counts, -(-longest // block))
+    if indices is not None and looks_at_values(q):
+        check_listed(_OP, indices, counts, -(-cache.capacity // block))
+    refuse_gradients(_OP, q, cache)
+    factor = checked_scale(_OP, scale, q.shape[2])
+    return reference.attend_prefill(q, starts, cache, indices, counts, block, factor)
+
+
+def _check_starts(q: Tensor, starts: Tensor, cache: PagedKV) -> int:
+    """The most queries of a sequence; 0 where values are not looked at."""
+    if not looks_at_values(q):
+        return 0
+    ends = starts.tolist()
+    counts = [last - first for first, last in pairwise(ends)]
+    if ends[0] != 0 or ends[-1] != q.shape[0] or min(counts, default=0) < 0:
+        raise ArgumentError(
+            f"{_OP}: starts from {ends[0]} to {ends[-1]} for {q.shape[0]} queries",
+            need=f"0, ... {q.shape[0]}, none below the one before it",
+            hint="cumulative counts, with a 0 in front",
+        )
+    for sequence, (count, length) in enumerate(zip(counts, cache.lengths.tolist(), strict=True)):
+        if count > length:
+            raise ArgumentError(
+                f"{_OP}: {count} queries of sequence {sequence}, which has {length} tokens",
+                need="queries that are its last tokens",
+                hint="lengths that count the tokens of this chunk too",
+            )
+    return max(counts, default=0)
+
+
+def _check_lists(
+    q: Tensor, cache: PagedKV, indices: Tensor | None, counts: Tensor | None, q_blocks: int
+) -> None:
+    if indices is None:
+        if counts is not None:
+            raise ArgumentError(
+                f"{_OP}: counts without indices", need="both or none", hint="counts=None"
+            )
+        return
+    batch, heads = cache.table.shape[0], q.shape[1]
+    fits = is_dense(indices) and indices.dim() == 4 and indices.shape[0] == batch
+    if not fits or indices.shape[1] not in (cache.kv_heads, heads) or indices.shape[2] < q_blocks:
+        raise ArgumentError(
+            f"{_OP}: indices {told(indices)}",
+            need=f"int32 [{batch}, {cache.kv_heads} or {heads}, at least {q_blocks}, most]",
+            hint="what select returned for score_tiles",
+        )
+    check_whole_numbers(_OP, "indices", indices, q, indices.shape)
+    if counts is not None:
+        check_whole_numbers(_OP, "counts", counts, q, indices.shape[:3])
