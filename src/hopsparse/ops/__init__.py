@@ -14,14 +14,14 @@ from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
 from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .spmm_bsr.op import spmm_bsr
-from .spmm_csr.op import spmm_csr
+from .spmm_csr.op import csr_matmul, sddmm_csr, spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
 from .spmm_nm.int4.op import spmm_nm_int4
 from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
-#: `quantize_rows` its inputs.
+#: `quantize_rows` its inputs. `csr_matmul` is y = a @ x, and `sddmm_csr` its gradient.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -30,11 +30,13 @@ __all__ = [
     "Case",
     "Plan",
     "Scaling",
+    "csr_matmul",
     "decompress",
     "interleave_gate_up",
     "pack_nm",
     "product",
     "quantize_rows",
+    "sddmm_csr",
     "spmm_bsr",
     "spmm_csr",
     "spmm_nm",
