@@ -16,6 +16,12 @@ VECTOR = [team for team in TEAMS if team.vector]
 GATHER = r"LDG\.E\.128\.CONSTANT"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all: each kernel is compiled once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 def lines_of(job: str, dtype: str, team: Team, folder: Path) -> list[str]:
     spec = spec_for(job, dtype, team, INDEX_BYTES[0])  # type: ignore[arg-type]
     (sass,) = disassemble([KernelCache(folder).get(spec).image])
@@ -29,9 +35,9 @@ def places(lines: list[str], instruction: str) -> list[int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("team", VECTOR, ids=lambda team: team.name)
 def test_eight_gathers_are_asked_for_before_one_is_used(
-    dtype: str, team: Team, tmp_path: Path
+    dtype: str, team: Team, folder: Path
 ) -> None:
-    lines = lines_of("multiply", dtype, team, tmp_path)
+    lines = lines_of("multiply", dtype, team, folder)
     gathers = places(lines, GATHER)
     assert len(gathers) == 8
     assert max(gathers) < min(places(lines, r"\bFFMA"))
@@ -40,9 +46,9 @@ def test_eight_gathers_are_asked_for_before_one_is_used(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("team", VECTOR, ids=lambda team: team.name)
 def test_both_sides_of_four_dots_are_asked_for_before_one_is_used(
-    dtype: str, team: Team, tmp_path: Path
+    dtype: str, team: Team, folder: Path
 ) -> None:
-    lines = lines_of("sample", dtype, team, tmp_path)
+    lines = lines_of("sample", dtype, team, folder)
     gathers = places(lines, GATHER)
     assert len(gathers) == 8
     assert max(gathers) < min(places(lines, r"\bFFMA"))
@@ -50,16 +56,16 @@ def test_both_sides_of_four_dots_are_asked_for_before_one_is_used(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("team", VECTOR, ids=lambda team: team.name)
-def test_an_sm_has_room_for_what_hides_the_memory(dtype: str, team: Team, tmp_path: Path) -> None:
+def test_an_sm_has_room_for_what_hides_the_memory(dtype: str, team: Team, folder: Path) -> None:
     """By Little's law: 4.8 TB/s over 132 SMs, for the microsecond that a read takes."""
     for job in ("multiply", "sample"):
         spec = spec_for(job, dtype, team, INDEX_BYTES[0])  # type: ignore[arg-type]
-        registers = -(-KernelCache(tmp_path).get(spec).registers // 8) * 8
+        registers = -(-KernelCache(folder).get(spec).registers // 8) * 8
         threads = REGISTERS_OF_AN_SM // (registers * THREADS) * THREADS
         assert threads * 8 * 16 >= 4.8e12 / 132 * 1e-6
 
 
-def test_nothing_is_added_by_atomics(tmp_path: Path) -> None:
+def test_nothing_is_added_by_atomics(folder: Path) -> None:
     for dtype in ("bfloat16", "float32"):
         for job in ("multiply", "sample"):
-            assert not places(lines_of(job, dtype, VECTOR[2], tmp_path), r"\b(REDG?|ATOMG?)\b")
+            assert not places(lines_of(job, dtype, VECTOR[2], folder), r"\b(REDG?|ATOMG?)\b")

@@ -33,11 +33,12 @@ from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, r
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import allocated, broken_parts, device_type, realigned, stored
 
-# The operator and the plan of each format that has them; the others run as the plain product.
-_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan]]] = {
-    "nm": (spmm_nm.spmm_nm, spmm_nm.plan),
-    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan),
-    "csr": (spmm_csr.spmm_csr, spmm_csr.plan),
+# Of each format that has them: the operator, its plan, and the plan of a layer that keeps a decoded
+# weight. The others run as the plain product.
+_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan], Callable[..., Plan]]] = {
+    "nm": (spmm_nm.spmm_nm, spmm_nm.plan, spmm_nm.plan_kept),
+    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan),
+    "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan_kept),
 }
 
 # Where layers run. To ask torch for more (is_autocast_available) breaks graphs in torch 2.11.
@@ -203,10 +204,8 @@ class SparseLinear(nn.Module):
         """
         matrix, _ = self.matrix, device_type(x)
         keeps, known = self._may_keep(matrix), _OPERATORS.get(matrix.name)
-        if keeps and isinstance(matrix, NM):
-            plan = spmm_nm.plan_kept(matrix, x)
-        else:
-            plan = known[1](matrix, x) if known else product_plan("linear", x)
+        of_op = known and (known[2] if keeps else known[1])
+        plan = of_op(matrix, x) if of_op else product_plan("linear", x)
         if isinstance(matrix, Quantized):
             plan = codes_plan(matrix, x, self.bias) or plan
             plan = replace(plan, why=f"{matrix.scheme.describe()}; {plan.why}")

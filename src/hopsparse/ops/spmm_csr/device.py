@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
-from ...launch import Kernel, current_stream, kernel_for
+from ...launch import KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
 from . import plan
 from .schedule import Schedule
@@ -19,6 +19,8 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 _LONGEST_ROW = 2**32 - 1
 # Tiles are the y axis of a grid.
 _MOST_TILES = 65_535
+
+_BOUND = KnownLaunches()
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,14 @@ def _args(at: Indices, x: Tensor, y: Tensor) -> plan.Args:
 
 def _launch(spec: KernelSpec, x: Tensor, grid: tuple[int, int, int], args: plan.Args) -> None:
     device = x.get_device()
-    _kernel(spec, device).launch(grid, args, current_stream(device))
-
-
-def _kernel(spec: KernelSpec, device: int) -> Kernel:
-    return kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+    stream, content = current_stream(device), bytes(args)
+    # All that a launch depends on, and nothing else: equal keys are the same launch.
+    key = (spec, grid, content, device, stream)
+    bound = _BOUND.get(key)
+    if bound is None:
+        kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+        bound = _BOUND.keep(key, kernel.bind(grid, content, stream))
+    bound()
 
 
 def _check_tiles(tiles: int, features: int) -> None:

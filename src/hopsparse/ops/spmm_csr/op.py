@@ -18,7 +18,6 @@ from .._product import (
     check_product,
     decompress,
     is_dense,
-    is_hopper,
     product_plan,
     told,
 )
@@ -29,6 +28,7 @@ from . import dispatch, reference
 KERNEL_TOKENS = 512
 
 _TORCH_LAYOUTS = {torch.sparse_csr: CSR, torch.sparse_csc: CSC}
+_DECODED = "w is decoded at every call for PyTorch's product"
 _NEED = "a CSR, CSC or HYB matrix, or a 2-D torch.sparse_csr or torch.sparse_csc tensor"
 # What a HYB matrix became, as long as it lives.
 _CONVERTED: WeakKeyDictionary[HYB, CSR] = WeakKeyDictionary()
@@ -61,25 +61,34 @@ def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
         tensor([[5., 0.]])
     """
     check_product("spmm_csr", w, x, bias, CSR)
-    runs = plan(w, x).name
-    if runs == "kernel":
+    if _gathers(w, x):
         tokens = x.reshape(-1, w.shape[1])
         y = dispatch.csr_matmul(w.indptr, w.indices, w.values, tokens.T, bias)
         return y.T.reshape(*x.shape[:-1], w.shape[0]).contiguous()
-    if runs == "reference":
+    if x.device.type == "cpu":
         return reference.spmm_csr(w, x, bias)
     return F.linear(x, decompress(w), bias)
 
 
 def plan(w: CSR, x: Tensor) -> Plan:
     """What `spmm_csr(w, x)` will run."""
-    tokens = x.numel() // max(1, w.shape[1])
-    if dispatch.runs_kernel(x) and tokens <= KERNEL_TOKENS:
+    if _gathers(w, x):
+        tokens = x.numel() // w.shape[1]
         return Plan("spmm_csr", "kernel", f"{_kernel_name(w.indptr, w.indices, x, tokens)}, on x.T")
-    if x.is_cuda and is_hopper(x.get_device()):
-        why = f"more than {KERNEL_TOKENS} tokens; w is decoded at every call for PyTorch's product"
-        return Plan("spmm_csr", "dense", why)
-    return product_plan("spmm_csr", x)
+    if not dispatch.runs_kernel(x):
+        return product_plan("spmm_csr", x)
+    return Plan("spmm_csr", "dense", f"more than {KERNEL_TOKENS} tokens; {_DECODED}")
+
+
+def plan_kept(w: CSR, x: Tensor) -> Plan:
+    """What a layer runs that keeps the decoded weight: always that."""
+    if x.device.type == "cpu":
+        return product_plan("spmm_csr", x)
+    return Plan("spmm_csr", "dense", f"a layer keeps it; {_DECODED}")
+
+
+def _gathers(w: CSR, x: Tensor) -> bool:
+    return dispatch.runs_kernel(x) and x.numel() <= KERNEL_TOKENS * w.shape[1]
 
 
 def csr_matmul(a: SparseMatrix | Tensor, x: Tensor, *, values: Tensor | None = None) -> Tensor:

@@ -114,7 +114,7 @@ class Patterns:
 
     def find(self, indptr: Tensor, indices: Tensor, cols: int) -> Pattern | None:
         """The pattern of these tensors, if they were seen and neither freed nor changed."""
-        found = self._known.get((*_key(indptr), *_key(indices), cols))
+        found = self._known.get((*memory_key(indptr), *memory_key(indices), cols))
         if found is None or any(each.is_freed for each in found[0]):
             return None
         return found[1]
@@ -132,11 +132,12 @@ class Patterns:
             for key, (held, _) in list(self._known.items()):
                 if any(each.is_freed for each in held):
                     del self._known[key]
-            self._known[(*_key(indptr), *_key(indices), cols)] = (memory, pattern)
+            self._known[(*memory_key(indptr), *memory_key(indices), cols)] = (memory, pattern)
         return pattern
 
 
-def _key(tensor: Tensor) -> tuple[object, ...]:
+def memory_key(tensor: Tensor) -> tuple[object, ...]:
     """What names the memory of a tensor, and a change in it that torch counts."""
     version = -1 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.device, version
+    layout = (tuple(tensor.shape), tensor.stride())
+    return tensor.data_ptr(), layout, tensor.dtype, tensor.device, version

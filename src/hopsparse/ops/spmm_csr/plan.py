@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -110,6 +111,7 @@ def team_for(features: int, itemsize: int, *, vector: bool) -> Team:
     return next((team for team in able if features <= team.tile(itemsize)), able[-1])
 
 
+@cache
 def spec_for(job: Job, dtype: str, team: Team, index_bytes: tuple[int, int]) -> KernelSpec:
     """The kernel that multiplies, or samples.
 
@@ -142,6 +144,7 @@ def spec_for(job: Job, dtype: str, team: Team, index_bytes: tuple[int, int]) -> 
     return _spec(job, f"{job} {dtype}, {team.name}, {widths}", dtype, THREADS, facts)
 
 
+@cache
 def combine_spec(dtype: str) -> KernelSpec:
     """The kernel that adds the parts of cut rows.
 
