@@ -14,7 +14,7 @@ from hopsparse.measure.error import product_bound
 from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr, spmm_csr
 from hopsparse.ops.spmm_csr import dispatch, plan, plan_matmul
 from hopsparse.ops.spmm_csr.plan import every_spec
-from tests.helpers.edges import SHAPES, counts_matrix, exact, power_law
+from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact
 from tests.helpers.products import CASES, dense_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
@@ -129,7 +129,7 @@ def test_values_of_one_number_for_all(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("features", [64, 256])
 def test_a_power_law_graph(features: int, dtype: torch.dtype, device: torch.device) -> None:
-    indptr, indices = power_law(50_000, 300_000)
+    indptr, indices = disordered(50_000, 300_000)
     assert indptr.diff().max() > 500
     values = torch.randint(0, 2, (300_000,)).to(dtype)
     a = CSR((50_000, 50_000), values, indices, indptr)
@@ -149,7 +149,7 @@ def test_a_power_law_graph(features: int, dtype: torch.dtype, device: torch.devi
 
 @DTYPE
 def test_runs_do_not_differ(dtype: torch.dtype, device: torch.device) -> None:
-    indptr, indices = (each.to(device) for each in power_law(20_000, 500_000))
+    indptr, indices = (each.to(device) for each in disordered(20_000, 500_000))
     values = torch.randn(500_000, device=device).to(dtype)
     x = torch.randn(20_000, 100, device=device).to(dtype)
     known = [

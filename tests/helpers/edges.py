@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hopsparse.formats import CSR
 from hopsparse.formats._base import pointers
+from hopsparse.ops.spmm_csr.cases import power_law
 
 #: Entries of each row, and columns.
 SHAPES: dict[str, tuple[list[int], int]] = {
@@ -29,24 +30,13 @@ def counts_matrix(counts: list[int], cols: int, dtype: torch.dtype = torch.float
     return CSR((len(counts), cols), values, indices, pointers(torch.tensor(counts)))
 
 
-def power_law(
-    nodes: int, edges: int, *, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Pointers and columns of a graph: degrees fall as 1 / rank^0.6, both ways, in shuffled order.
-
-    Columns of a row may repeat, and are in no order.
-    """
-    weight = torch.arange(1, nodes + 1, device=device, dtype=torch.float64).pow(-0.6)
-    weight = weight[torch.randperm(nodes, device=device)]
-    share = (weight / weight.sum()).cumsum(0)
-
-    def drawn() -> Tensor:
-        at = torch.rand(edges, device=device, dtype=torch.float64)
-        return torch.searchsorted(share, at).clamp_(max=nodes - 1)
-
-    row, column = drawn(), drawn()
-    indptr = pointers(torch.bincount(row, minlength=nodes))
-    return indptr, column.to(torch.int32)
+def disordered(nodes: int, edges: int) -> tuple[Tensor, Tensor]:
+    """Pointers and columns of a power-law graph whose rows are in no order, with repetitions."""
+    indptr, indices = power_law(nodes, edges)
+    row = torch.repeat_interleave(indptr.diff())
+    order = torch.randperm(edges)
+    order = order[torch.argsort(row[order], stable=True)]
+    return indptr, indices[order]
 
 
 def exact(a: CSR | Tensor, x: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("comm_link", ("--methods", "dense,int5"), "--methods 'int5': one of dense"),
         ("comm_link", ("--ranks", "1"), "--ranks 1: at least 2"),
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
+        ("spmm_csr", ("--dtypes", "float64"), "--dtypes 'float64': one of bfloat16"),
+        ("spmm_csr", ("--rounds", "0"), "--rounds 0: at least 1"),
     ],
 )
 def test_words_that_mean_nothing_are_named(

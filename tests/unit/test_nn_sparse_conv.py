@@ -217,4 +217,4 @@ def test_a_graph_of_digits_is_learnt(kind: str) -> None:
         F.cross_entropy(score[known], label[known]).backward()
         optimizer.step()
     right = (score.argmax(1) == label)[~known].float().mean()
-    assert right > 0.9
+    assert right > 0.95  # two linear layers alone reach 0.93

@@ -15,7 +15,7 @@ from hopsparse.formats import CSC, CSR, HYB, SparseMatrix, convert
 from hopsparse.measure.error import product_bound
 from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr
 from hopsparse.ops.spmm_csr import dispatch, plan_matmul
-from tests.helpers.edges import SHAPES, counts_matrix, exact, power_law
+from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
 
@@ -82,7 +82,7 @@ def test_indices_of_torch_are_used_in_place_and_known_again() -> None:
 
 
 def test_entries_may_repeat_in_any_order() -> None:
-    indptr, indices = power_law(60, 2000)
+    indptr, indices = disordered(60, 2000)
     assert (indices.diff() < 0).any()
     values = torch.randint(-2, 3, (2000,)).float()
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from hopsparse.ops.spmm_csr.plan import (
 )
 from hopsparse.ops.spmm_csr.schedule import MOST_PARTS, cut, items_for
 from tests.helpers.csr_walk import Walk
-from tests.helpers.edges import SHAPES, counts_matrix, power_law
+from tests.helpers.edges import SHAPES, counts_matrix, disordered
 
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 
@@ -40,7 +40,7 @@ def test_teams_that_follow_the_cuts_compute_the_product(name: str, items: int) -
 
 
 def test_a_power_law_graph_is_walked() -> None:
-    indptr, indices = power_law(700, 9000)
+    indptr, indices = disordered(700, 9000)
     values, x = torch.randint(-1, 2, (9000,)).float(), torch.randint(-1, 2, (700,)).float()
     walk = Walk(cut(indptr, 32), indptr, indices, values)
     row = torch.repeat_interleave(indptr.diff())
