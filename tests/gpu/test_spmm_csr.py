@@ -120,6 +120,17 @@ def test_strides_and_starts_do_not_matter(
     assert torch.equal(sddmm_csr(a.to(device), u, laid).cpu(), want)
 
 
+def test_indices_of_any_strides(device: torch.device) -> None:
+    a = counts_matrix(*SHAPES["short rows"]).to(device)
+    apart = torch.stack((a.indices, a.indices.flip(0)), 1)[:, 0]
+    x = torch.randint(-3, 4, (a.shape[1], 4), device=device).float()
+    spread = CSR(a.shape, a.values, apart, a.indptr)
+    assert torch.equal(csr_matmul(spread, x), csr_matmul(a, x))
+    assert torch.equal(
+        sddmm_csr(spread, x[:1].expand(333, 4), x), sddmm_csr(a, x[:1].expand(333, 4), x)
+    )
+
+
 def test_values_of_one_number_for_all(device: torch.device) -> None:
     a = counts_matrix(*SHAPES["one huge row"]).to(device)
     ones, x = torch.ones(1, device=device).expand(a.values.numel()), torch.ones(4000, 8).to(device)

@@ -113,6 +113,18 @@ def test_any_strides(view: str) -> None:
     assert torch.equal(csr_matmul(a, x).double(), exact(a, x))
 
 
+def test_indices_of_any_strides() -> None:
+    a = counts_matrix(*SHAPES["short rows"])
+    apart = torch.stack((a.indices, a.indices.flip(0)), 1)[:, 0]
+    x = torch.randint(-3, 4, (a.shape[1], 4)).float()
+    spread = CSR(a.shape, a.values, apart, a.indptr)
+    assert torch.equal(csr_matmul(spread, x), csr_matmul(a, x))
+    assert torch.equal(
+        dispatch.csr_matmul_t(a.indptr, apart, a.values, x[:1].expand(333, 4), 200),
+        dispatch.csr_matmul_t(a.indptr, a.indices, a.values, x[:1].expand(333, 4), 200),
+    )
+
+
 def test_values_of_one_number_for_all() -> None:
     a = counts_matrix(*SHAPES["short rows"])
     ones = torch.ones(1).expand(a.values.numel())

@@ -39,6 +39,11 @@ def pattern_of(indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
     return found
 
 
+def _near(indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Index tensors as kernels read them; those of torch and of formats are so already."""
+    return indptr.contiguous(), indices.contiguous()
+
+
 def runs_kernel(x: Tensor) -> bool:
     """Whether there is a kernel for this tensor, and something to do."""
     if not x.is_cuda or x.dtype not in COMPUTE_DTYPES or x.numel() == 0:
@@ -49,6 +54,7 @@ def runs_kernel(x: Tensor) -> bool:
 def _csr_matmul(
     indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, bias: Tensor | None
 ) -> Tensor:
+    indptr, indices = _near(indptr, indices)
     pattern = pattern_of(indptr, indices, x.shape[0])
     if not runs_kernel(x) or indptr.numel() == 1:
         return reference.csr_matmul(indptr, indices, values, x, bias)
@@ -59,6 +65,7 @@ def _csr_matmul(
 
 
 def _csr_matmul_t(indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, cols: int) -> Tensor:
+    indptr, indices = _near(indptr, indices)
     pattern = pattern_of(indptr, indices, cols)
     if pattern.transposed is None:
         _refuse_in_capture(indices)
@@ -74,6 +81,7 @@ def _csr_matmul_t(indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, co
 
 
 def _sddmm_csr(indptr: Tensor, indices: Tensor, u: Tensor, x: Tensor) -> Tensor:
+    indptr, indices = _near(indptr, indices)
     pattern = pattern_of(indptr, indices, x.shape[0])
     if not runs_kernel(x) or not indices.numel():
         return reference.sddmm_csr(indptr, indices, u, x)
