@@ -11,11 +11,10 @@ from hopsparse.errors import FormatError, UnsupportedError
 from hopsparse.formats import CSR, convert
 from hopsparse.launch import capture
 from hopsparse.measure.error import product_bound
-from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr, spmm_csr
+from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr
 from hopsparse.ops.spmm_csr import dispatch, plan, plan_matmul
 from hopsparse.ops.spmm_csr.plan import every_spec
-from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact
-from tests.helpers.products import CASES, dense_weight
+from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact, few, poison
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
 
@@ -31,20 +30,9 @@ def _compiled_ahead(device: torch.device) -> None:
     assert not any(built.error for built in KernelCache.default().compile_all(every_spec()))
 
 
-def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Leave NaN where the next result of this shape will be."""
-    torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-
 def torch_csr(a: CSR, dtype: torch.dtype) -> Tensor:
     parts = (a.indptr.to(dtype), a.indices.to(dtype), a.values)
     return torch.sparse_csr_tensor(*parts, size=a.shape, check_invariants=True)
-
-
-def few(rows: int, features: int, longest: int, dtype: torch.dtype) -> Tensor:
-    """-1, 0 and 1 in few rows, so that sums of a long row fit the 8 bits of bfloat16."""
-    kept = torch.rand(rows, 1) < 20 / max(20, longest)
-    return (torch.randint(-1, 2, (rows, features)) * kept).to(dtype)
 
 
 @SHAPE
@@ -204,19 +192,6 @@ def test_gradients_reach_the_values_of_a_torch_tensor(device: torch.device) -> N
     assert torch.equal(stored.grad.to_dense().cpu(), want)
 
 
-@DTYPE
-@pytest.mark.parametrize("case", CASES["spmm_csr"].EDGE, ids=lambda case: case.name)
-def test_a_weight(case: object, dtype: torch.dtype, device: torch.device) -> None:
-    dense = dense_weight(case, dtype, exact=True).clamp(-1, 1)  # type: ignore[arg-type]
-    w = CSR.from_dense(dense).to(device)
-    x = few(w.shape[1], 5, w.shape[1], dtype).T
-    bias = torch.randint(-4, 5, (w.shape[0],)).to(dtype)
-    assert plan(w, x.to(device)).name == "kernel"
-    got = spmm_csr(w, x.to(device), bias=bias.to(device))
-    assert got.is_contiguous()
-    assert torch.equal(got.cpu().double(), x.double() @ dense.double().T + bias.double())
-
-
 def test_what_runs_is_named(device: torch.device) -> None:
     a = counts_matrix(*SHAPES["short rows"], torch.bfloat16).to(device)
     x = torch.ones(200, 64, device=device).bfloat16()
@@ -285,14 +260,6 @@ def test_torch_compile_sees_one_operator(device: torch.device) -> None:
     (grad,) = torch.autograd.grad(compiled(x).sum(), x)
     (want,) = torch.autograd.grad(csr_matmul(a, x).sum(), x)
     assert torch.equal(grad, want)
-
-
-def test_a_weight_is_one_graph_under_torch_compile(device: torch.device) -> None:
-    torch.compiler.reset()
-    w = counts_matrix(*SHAPES["short rows"]).to(device)
-    x = torch.randint(-3, 4, (6, 200), device=device).float()
-    compiled = torch.compile(lambda x: spmm_csr(w, x), fullgraph=True)
-    assert torch.equal(compiled(x), spmm_csr(w, x))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2), (3, 0, 2), (3, 4, 0)])

@@ -43,3 +43,14 @@ def exact(a: CSR | Tensor, x: Tensor) -> Tensor:
     """A @ x in float64."""
     dense = a.to_dense()
     return dense.double() @ x.double()
+
+
+def few(rows: int, features: int, longest: int, dtype: torch.dtype) -> Tensor:
+    """-1, 0 and 1 in few rows, so that sums of a long row fit the 8 bits of bfloat16."""
+    kept = torch.rand(rows, 1) < 20 / max(20, longest)
+    return (torch.randint(-1, 2, (rows, features)) * kept).to(dtype)
+
+
+def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Leave NaN where the next result of this shape will be."""
+    torch.full(shape, float("nan"), dtype=dtype, device=device)

@@ -76,7 +76,7 @@ def test_every_form_of_a_matrix_gives_the_same(form: str, name: str) -> None:
 def test_indices_of_torch_are_used_in_place_and_known_again() -> None:
     a = torch_csr(counts_matrix(*SHAPES["short rows"]), torch.int64)
     csr_matmul(a, torch.ones(a.shape[1], 1))
-    found = dispatch._PATTERNS.find(a.crow_indices(), a.col_indices(), a.shape[1])
+    found = dispatch._PATTERNS.find((a.crow_indices(), a.col_indices()), a.shape[1])
     assert found is not None
     assert dispatch.pattern_of(a.crow_indices(), a.col_indices(), a.shape[1]) is found
 
@@ -219,6 +219,8 @@ def test_torch_agrees_that_the_operators_are_well_formed() -> None:
     torch.library.opcheck(ops.csr_matmul.default, (*parts, values, x, bias))
     torch.library.opcheck(ops.csr_matmul.default, (*parts, values, x, None))
     torch.library.opcheck(ops.csr_matmul_t.default, (*parts, values, u, a.shape[1]))
+    tokens = torch.randn(3, a.shape[1], requires_grad=True)
+    torch.library.opcheck(ops.spmm_csr.default, (*parts, values, tokens, bias, True))
     torch.library.opcheck(ops.sddmm_csr.default, (*parts, u, x))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, UnsupportedError
 from ..ops import csr_matmul
-from ..ops.spmm_csr.pattern import Memory, memory_key
+from ..ops.spmm_csr.pattern import ByMemory
 from .aggregation import AGGREGATIONS, Aggregation
 
 
@@ -63,7 +63,7 @@ class SparseConv(nn.Module):
             "root", nn.Parameter(torch.empty_like(self.weight)) if has_root else None
         )
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
-        self._sorted: tuple[tuple[object, ...], Memory, Aggregation] | None = None
+        self._sorted = ByMemory[Aggregation]()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -151,17 +151,21 @@ class SparseConv(nn.Module):
         return f"{facts}, root={self.root is not None}, bias={self.bias is not None}"
 
     def _sorted_once(self, edges: Tensor, nodes: int) -> Aggregation:
-        key = (*memory_key(edges), nodes, self.aggregation) if isinstance(edges, Tensor) else ()
-        known = self._sorted
-        if known is not None and known[0] == key and not known[1].is_freed:
-            return known[2]
-        found = Aggregation.from_edges(edges, nodes, self.aggregation)
-        self._sorted = (key, Memory(edges), found)
-        return found
+        if not isinstance(edges, Tensor):
+            return Aggregation.from_edges(edges, nodes, self.aggregation)  # says what is wrong
+        known = self._sorted.find((edges,), nodes)
+        if known is None:
+            known = Aggregation.from_edges(edges, nodes, self.aggregation)
+            self._sorted.keep(known, (edges,), nodes)
+        return known
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles start without what was worked out.
         return self.__dict__ | {"_sorted": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._sorted = ByMemory[Aggregation]()
 
 
 def _aggregated(over: Aggregation, x: Tensor, weight: Tensor | None) -> Tensor:

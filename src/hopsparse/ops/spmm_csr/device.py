@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
-from . import plan
+from . import plan, tiles
+from .packed import Packed, fragments
 from .schedule import Schedule
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -127,6 +129,41 @@ def sample(at: Indices, u: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The product x @ w.T + bias by tensor cores, of arguments that were checked.
+
+    Args:
+        w: [out, k].
+        x: [tokens, k] on a Hopper GPU, with a token and a column at least, any strides.
+        bias: [out] or None.
+
+    Returns:
+        [tokens, out], contiguous.
+
+    Raises:
+        UnsupportedError, CompileError: As for `multiply`.
+    """
+    bias = None if bias is None else bias.contiguous()
+    tokens, rows = x.shape[0], w.shape[0]
+    count = tiles.token_tiles(tokens)
+    laid, y = fragments(x, count), x.new_empty((tokens, rows))
+    args = tiles.TileArgs(
+        words=w.words.data_ptr(),
+        prefixes=w.prefixes.data_ptr(),
+        values=w.values.data_ptr(),
+        starts=w.starts.data_ptr(),
+        fragments=laid.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        rows=rows,
+        tokens=tokens,
+        units=w.units,
+    )
+    grid = (-(-rows // tiles.UNIT), laid.shape[0], 1)
+    _launch(tiles.tile_spec(NAMES[x.dtype], count, w.room), x, grid, args)
+    return y
+
+
 def multiply_spec(at: Indices, x: Tensor) -> KernelSpec:
     """The kernel that `multiply` runs for an x that is laid out."""
     features = x.shape[1]
@@ -149,7 +186,9 @@ def _args(at: Indices, x: Tensor, y: Tensor) -> plan.Args:
     )
 
 
-def _launch(spec: KernelSpec, x: Tensor, grid: tuple[int, int, int], args: plan.Args) -> None:
+def _launch(
+    spec: KernelSpec, x: Tensor, grid: tuple[int, int, int], args: ctypes.Structure
+) -> None:
     device = x.get_device()
     stream, content = current_stream(device), bytes(args)
     # All that a launch depends on, and nothing else: equal keys are the same launch.

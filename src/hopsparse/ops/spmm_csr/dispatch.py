@@ -2,6 +2,7 @@
 
     y = A @ x       values: sddmm_csr(y', x)     x: A.T @ y'
     y = A.T @ x     values: sddmm_csr(x, y')     x: A @ y'
+    y = x @ A.T     values: sddmm_csr(y'.T, x.T) x: (A.T @ y'.T).T
     sddmm_csr(u, x) u: A(y') @ x                 x: A(y').T @ u
 
 A(y') is A with the gradient of the dot products as values.
@@ -19,9 +20,18 @@ from ...errors import UnsupportedError
 from ...launch import is_capturing
 from .._product import COMPUTE_DTYPES, finish_decoding, is_hopper
 from . import reference
-from .pattern import Pattern, Patterns
+from .packed import Packed, pack
+from .pattern import ByMemory, Pattern, Patterns
 
+#: Most tokens that run in tiles, and the least density of a weight: below, its few entries gather
+#: faster than all its bits are counted. Estimated from bytes and instructions, not measured.
+TILE_TOKENS, TILE_DENSITY = 64, 0.05
+
+_TILE_DTYPES = (torch.bfloat16, torch.float16)
 _PATTERNS = Patterns()
+_PACKED = ByMemory["Packed | None"]()
+# What captured graphs read: never dropped, whatever becomes of the tensors that it was made of.
+_CAPTURED: dict[int, object] = {}
 
 
 def pattern_of(indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
@@ -31,11 +41,12 @@ def pattern_of(indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
         FormatError: The indices form no matrix of so many columns.
         UnsupportedError: It is not known, and a CUDA graph is being captured.
     """
-    found = _PATTERNS.find(indptr, indices, cols)
+    found = _PATTERNS.find((indptr, indices), cols)
     if found is None:
         _refuse_in_capture(indices)
         found = _PATTERNS.make(indptr, indices, cols)
         finish_decoding(found.schedule.spans)
+    _pin(found, indices)
     return found
 
 
@@ -90,6 +101,61 @@ def _sddmm_csr(indptr: Tensor, indices: Tensor, u: Tensor, x: Tensor) -> Tensor:
     return sample(Indices(indptr, indices, pattern.schedule), u, x)
 
 
+def suits_tiles(entries: int, shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> bool:
+    """Whether tensor cores shall multiply so many tokens by a weight, if it may be packed."""
+    enough = entries >= TILE_DENSITY * shape[0] * shape[1]
+    return dtype in _TILE_DTYPES and tokens <= TILE_TOKENS and enough
+
+
+def may_pack(indptr: Tensor, indices: Tensor, values: Tensor) -> bool:
+    """Whether a weight may be kept in tiles.
+
+    Not where a call would make new tensors of it, nor tensors made in inference mode, of which
+    torch counts no changes.
+    """
+    parts = (indptr, indices, values)
+    return all(part.is_contiguous() and not part.is_inference() for part in parts)
+
+
+def known_packed(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
+    """The weight in tiles, if a call has packed it."""
+    return _PACKED.find((indptr, indices, values), cols)
+
+
+def _packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
+    """The weight in tiles, packed at the first call with its three tensors."""
+    parts = (indptr, indices, values)
+    found = _PACKED.find(parts, cols)
+    if found is None and not _PACKED.has(parts, cols):
+        _refuse_in_capture(indices)
+        found = _PACKED.keep(pack(*parts, cols), parts, cols)
+        if found is not None:
+            finish_decoding(found.values)
+    _pin(found, indices)
+    return found
+
+
+def _pin(found: object, indices: Tensor) -> None:
+    if indices.is_cuda and is_capturing(indices.get_device()):
+        _CAPTURED[id(found)] = found
+
+
+def _spmm_csr(
+    indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, bias: Tensor | None, packs: bool
+) -> Tensor:
+    tokens, k = x.shape
+    shape = (indptr.numel() - 1, k)
+    packs = packs and may_pack(indptr, indices, values)
+    if packs and runs_kernel(x) and suits_tiles(indices.numel(), shape, tokens, x.dtype):
+        pattern_of(indptr, indices, k)  # checks the indices
+        packed = _packed_of(indptr, indices, values, k)
+        if packed is not None:
+            from .device import multiply_tiles
+
+            return multiply_tiles(packed, x, bias)
+    return _csr_matmul(indptr, indices, values, x.T, bias).T.contiguous()
+
+
 def _refuse_in_capture(indices: Tensor) -> None:
     if indices.is_cuda and is_capturing(indices.get_device()):
         raise UnsupportedError(
@@ -103,6 +169,12 @@ def _result(
     indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, bias: Tensor | None
 ) -> Tensor:
     return x.new_empty((indptr.shape[0] - 1, x.shape[1]))
+
+
+def _tokens(
+    indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, bias: Tensor | None, packs: bool
+) -> Tensor:
+    return x.new_empty((x.shape[0], indptr.shape[0] - 1))
 
 
 def _result_t(indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, cols: int) -> Tensor:
@@ -126,6 +198,20 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sddmm_csr(indptr, indices, grad, x) if needs[2] else None,
         csr_matmul_t(indptr, indices, values, grad, x.shape[0]) if needs[3] else None,
         grad.sum(1) if needs[4] else None,
+    )
+
+
+def _gradients_of_tokens(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    indptr, indices, values, x = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    turned = grad.T
+    return (
+        None,
+        None,
+        sddmm_csr(indptr, indices, turned, x.T) if needs[2] else None,
+        csr_matmul_t(indptr, indices, values, turned, x.shape[1]).T if needs[3] else None,
+        grad.sum(0) if needs[4] else None,
+        None,
     )
 
 
@@ -163,6 +249,13 @@ for _schema, _run, _shape, _backward in (
         _gradients,
     ),
     (
+        "spmm_csr(Tensor indptr, Tensor indices, Tensor values, Tensor x, Tensor? bias, "
+        "bool packs) -> Tensor",
+        _spmm_csr,
+        _tokens,
+        _gradients_of_tokens,
+    ),
+    (
         "csr_matmul_t(Tensor indptr, Tensor indices, Tensor values, Tensor x, SymInt cols) "
         "-> Tensor",
         _csr_matmul_t,
@@ -185,6 +278,7 @@ for _schema, _run, _shape, _backward in (
         f"hopsparse::{_name}", _backward, setup_context=_keep, lib=_LIBRARY
     )
 
+spmm_csr: Callable[..., Tensor] = torch.ops.hopsparse.spmm_csr.default
 csr_matmul: Callable[..., Tensor] = torch.ops.hopsparse.csr_matmul.default
 csr_matmul_t: Callable[..., Tensor] = torch.ops.hopsparse.csr_matmul_t.default
 sddmm_csr: Callable[..., Tensor] = torch.ops.hopsparse.sddmm_csr.default

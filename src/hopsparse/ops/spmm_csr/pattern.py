@@ -6,8 +6,10 @@ found by their memory: `torch.Tensor.crow_indices()` gives a new object at every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...errors import FormatError
 from ...formats._base import check_indptr
 from .schedule import Schedule, cut
+
+Found = TypeVar("Found")
 
 _LIMIT = torch.iinfo(torch.int32).max
 
@@ -102,22 +106,53 @@ def check_indices(indptr: Tensor, indices: Tensor, cols: int) -> None:
         )
 
 
-class Patterns:
-    """Patterns by the memory of their index tensors. Threads may share it."""
+class ByMemory(Generic[Found]):
+    """What was worked out of tensors, by their memory. Threads may share it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[list[Memory], Pattern]] = {}
+        self._known: dict[tuple[object, ...], _Kept[Found]] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, indptr: Tensor, indices: Tensor, cols: int) -> Pattern | None:
-        """The pattern of these tensors, if they were seen and neither freed nor changed."""
-        found = self._known.get((*memory_key(indptr), *memory_key(indices), cols))
-        if found is None or any(each.is_freed for each in found[0]):
-            return None
-        return found[1]
+    def find(self, tensors: Sequence[Tensor], *facts: object) -> Found | None:
+        """What is kept for these, if they were neither freed nor changed since."""
+        kept = self._known.get(_key(tensors, facts))
+        return kept.found if kept is not None and kept.holds(tensors) else None
+
+    def has(self, tensors: Sequence[Tensor], *facts: object) -> bool:
+        """Whether something is kept for these, if only that there is nothing."""
+        kept = self._known.get(_key(tensors, facts))
+        return kept is not None and kept.holds(tensors)
+
+    def keep(self, found: Found, tensors: Sequence[Tensor], *facts: object) -> Found:
+        """Keep something while these live and stay as they are; return it.
+
+        What is kept for tensors that were freed is dropped.
+        """
+        memory = [Memory(each) for each in tensors]
+        with self._lock:
+            for key, kept in list(self._known.items()):
+                if any(each.is_freed for each in kept.memory):
+                    del self._known[key]
+            self._known[_key(tensors, facts)] = _Kept(memory, _versions(tensors), found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Kept(Generic[Found]):
+    memory: list[Memory]
+    versions: list[int]
+    found: Found
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        freed = any(each.is_freed for each in self.memory)
+        return not freed and _versions(tensors) == self.versions
+
+
+class Patterns(ByMemory[Pattern]):
+    """Patterns by index tensors and columns."""
 
     def make(self, indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
         """Check and cut a matrix, and keep what was found. It waits for the device.
@@ -127,17 +162,17 @@ class Patterns:
         """
         check_indices(indptr, indices, cols)
         pattern = Pattern((indptr.numel() - 1, cols), cut(indptr))
-        memory = [Memory(indptr), Memory(indices)]
-        with self._lock:
-            for key, (held, _) in list(self._known.items()):
-                if any(each.is_freed for each in held):
-                    del self._known[key]
-            self._known[(*memory_key(indptr), *memory_key(indices), cols)] = (memory, pattern)
-        return pattern
+        return self.keep(pattern, (indptr, indices), cols)
 
 
-def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """What names the memory of a tensor, and a change in it that torch counts."""
-    version = -1 if tensor.is_inference() else tensor._version
-    layout = (tuple(tensor.shape), tensor.stride())
-    return tensor.data_ptr(), layout, tensor.dtype, tensor.device, version
+def _key(tensors: Sequence[Tensor], facts: tuple[object, ...]) -> tuple[object, ...]:
+    """What names the memory of tensors, whatever is in it."""
+    return (
+        *facts,
+        *((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors),
+    )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often torch saw a change of each; it counts none of those made in inference mode."""
+    return [-1 if each.is_inference() else each._version for each in tensors]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ...errors import ArgumentError
 from ...plan.spec import KernelSpec
+from .tiles import tile_specs
 
 THREADS = 128
 #: Threads that add the parts of a cut row: eight for each of 32 features.
@@ -176,6 +177,8 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
     if spec.name.startswith("combine"):
         return ("LDG.E", "FADD")
+    if spec.name.startswith("tiles"):
+        return ("HMMA.16816.F32", "POPC", "LDGSTS.E.BYPASS.128")
     # Entries go round by shuffles, and the sums are float32.
     load = "LDG.E.128.CONSTANT" if "16 bytes" in spec.name else "LDG.E"
     return ("SHFL.IDX", "FFMA", load)
@@ -185,7 +188,7 @@ def every_spec() -> list[KernelSpec]:
     """All kernels that a call may run."""
     jobs: tuple[Job, ...] = ("multiply", "sample")
     streams = [spec_for(*each) for each in product(jobs, _TYPES, TEAMS, INDEX_BYTES)]
-    return [*streams, *(combine_spec(dtype) for dtype in _TYPES)]
+    return [*streams, *(combine_spec(dtype) for dtype in _TYPES), *tile_specs()]
 
 
 def blocks_for(team: Team, spans: int) -> int:
