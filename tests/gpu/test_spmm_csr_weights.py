@@ -68,9 +68,7 @@ def test_packed_weights_stay_in_bound(
 
 
 def test_a_packed_weight_follows_its_values(device: torch.device) -> None:
-    w = CSR.from_dense(dense_weight(CASES["spmm_csr"].EDGE[1], torch.float16, exact=True)).to(
-        device
-    )
+    w = half_weight().to(device)
     x = torch.ones(2, w.shape[1], device=device).half()
     first = spmm_csr(w, x)
     w.values.mul_(2)
@@ -89,6 +87,7 @@ def test_a_repeated_column_is_not_packed(device: torch.device) -> None:
     x = torch.tensor([[1.0, 3.0, 7.0]]).half().to(device)
     for _ in range(2):
         assert spmm_csr(w, x).tolist() == [[9.0, 4.0]]
+    assert plan(w, x).why.startswith("multiply")
 
 
 def test_a_weight_is_one_graph_under_torch_compile(device: torch.device) -> None:
@@ -101,9 +100,7 @@ def test_a_weight_is_one_graph_under_torch_compile(device: torch.device) -> None
 
 
 def test_a_captured_weight_is_that_of_the_capture(device: torch.device) -> None:
-    w = CSR.from_dense(dense_weight(CASES["spmm_csr"].EDGE[1], torch.float16, exact=True)).to(
-        device
-    )
+    w = half_weight().to(device)
     x = torch.ones(5, w.shape[1], device=device).half()
     graph = capture(lambda: spmm_csr(w, x))
     x.copy_(torch.randint(-1, 2, x.shape))

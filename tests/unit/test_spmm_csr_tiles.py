@@ -85,9 +85,9 @@ def test_a_weight_that_is_kept_is_found_until_it_changes() -> None:
     known = dispatch._packed_of(*parts, 64)
     assert known is not None
     assert dispatch._packed_of(*parts, 64) is known
-    assert dispatch.known_packed(*parts, 64) is known
+    assert dispatch.known_packed(*parts, 64) == (True, known)
     w.values[0] = 9
-    assert dispatch.known_packed(*parts, 64) is None
+    assert dispatch.known_packed(*parts, 64) == (False, None)
     again = dispatch._packed_of(*parts, 64)
     assert again is not None
     assert (again.values != known.values).sum() == 1

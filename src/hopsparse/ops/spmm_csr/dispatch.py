@@ -117,16 +117,19 @@ def may_pack(indptr: Tensor, indices: Tensor, values: Tensor) -> bool:
     return all(part.is_contiguous() and not part.is_inference() for part in parts)
 
 
-def known_packed(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
-    """The weight in tiles, if a call has packed it."""
-    return _PACKED.find((indptr, indices, values), cols)
+def known_packed(
+    indptr: Tensor, indices: Tensor, values: Tensor, cols: int
+) -> tuple[bool, Packed | None]:
+    """Whether a call has tried to pack this weight, and what came of it."""
+    parts = (indptr, indices, values)
+    return _PACKED.has(parts, cols), _PACKED.find(parts, cols)
 
 
 def _packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
     """The weight in tiles, packed at the first call with its three tensors."""
     parts = (indptr, indices, values)
-    found = _PACKED.find(parts, cols)
-    if found is None and not _PACKED.has(parts, cols):
+    tried, found = known_packed(*parts, cols)
+    if not tried:
         _refuse_in_capture(indices)
         found = _PACKED.keep(pack(*parts, cols), parts, cols)
         if found is not None:

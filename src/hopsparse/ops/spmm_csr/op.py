@@ -97,10 +97,12 @@ def _gathers(w: CSR, x: Tensor) -> bool:
 def _token_kernel(w: CSR, tokens: int, x: Tensor) -> str:
     from .tiles import tile_spec, token_tiles
 
-    packs = not w.values.requires_grad and dispatch.may_pack(w.indptr, w.indices, w.values)
-    if not packs or not dispatch.suits_tiles(w.indices.numel(), w.shape, tokens, x.dtype):
+    parts = (w.indptr, w.indices, w.values)
+    packs = not w.values.requires_grad and dispatch.may_pack(*parts)
+    suits = packs and dispatch.suits_tiles(w.indices.numel(), w.shape, tokens, x.dtype)
+    tried, packed = dispatch.known_packed(*parts, w.shape[1])
+    if not suits or (tried and packed is None):
         return f"{_kernel_name(w.indptr, w.indices, x, tokens)}, on x.T"
-    packed = dispatch.known_packed(w.indptr, w.indices, w.values, w.shape[1])
     dtype = str(x.dtype).removeprefix("torch.")
     if packed is None:
         return f"tiles {dtype}, {8 * token_tiles(tokens)} tokens; w is packed at the first call"
