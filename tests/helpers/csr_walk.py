@@ -75,7 +75,7 @@ class Walk:
             for u in range(batch):
                 if first + u >= count:
                     continue
-                while first + u >= end:
+                while row < last and first + u >= end:
                     finish()
                 at = held[u]
                 assert slot >= 0 or self.indptr[row] <= at < self.indptr[row + 1]

@@ -57,7 +57,8 @@ __device__ __forceinline__ float bias_of(const Args& a, u32 row) {
   return a.bias == nullptr ? 0.0f : load_value<C::kType>(a.bias, row);
 }
 
-// Stores the sums of the current row, and goes on to the next one.
+// Stores the sums of the current row, and goes on to the next one. Whoever calls it looks at `last`
+// as well, so that indices which are changed under a captured graph end no loop late.
 template <class C>
 __device__ __forceinline__ void finish_row(const Args& a, const Work<C>& w, Row<C>& r, u32 feature,
                                            Sums<C>& sums) {
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply(const Args& a) {
 #pragma unroll
     for (int u = 0; u < C::kBatch; ++u) {
       if (first + u < w.count) {
-        while (first + u >= r.end) finish_row<C>(a, w, r, feature_at, sums);
+        while (r.row < w.last && first + u >= r.end) finish_row<C>(a, w, r, feature_at, sums);
 #pragma unroll
         for (int i = 0; i < F::kWide; ++i) {
           sums[i] = fmaf(value[u], feature<C>(gathered[u], i), sums[i]);

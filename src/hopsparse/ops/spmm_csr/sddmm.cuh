@@ -18,7 +18,7 @@ __device__ __forceinline__ void rows_of(u32 (&rows)[C::kBatch], const Args& a, c
 #pragma unroll
   for (int u = 0; u < C::kBatch; ++u) {
     if (first + u < w.count) {
-      while (first + u >= r.end) r.advance(a, w);
+      while (r.row < w.last && first + u >= r.end) r.advance(a, w);
     }
     rows[u] = r.row;
   }
