@@ -28,9 +28,11 @@ from .version import __version__ as __version__
 # when it is first asked for, and `import hopsparse` stays quick.
 if TYPE_CHECKING:
     from . import comm as comm
+    from . import graphs as graphs
     from . import prune as prune
     from . import quant as quant
     from . import recover as recover
+    from .graphs import accelerate as accelerate
     from .measure import Workload as Workload
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from .models.evaluate import Quality as Quality
     from .models.evaluate import compare as compare
     from .models.evaluate import evaluate as evaluate
+    from .models.fused import fuse_blocks as fuse_blocks
     from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
@@ -62,10 +65,12 @@ if TYPE_CHECKING:
     from .recover import RecoverOptions as RecoverOptions
 
 _LATER = {
+    "graphs": ("accelerate",),
     "measure": ("Workload",),
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
+    "models.fused": ("fuse_blocks",),
     "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
@@ -82,7 +87,7 @@ _LATER = {
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }
-_FOLDERS = ("comm", "prune", "quant", "recover")
+_FOLDERS = ("comm", "graphs", "prune", "quant", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 

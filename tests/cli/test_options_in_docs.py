@@ -20,9 +20,16 @@ PAGES = {
 GROUP: Any = typer.main.get_command(app)
 
 
-@pytest.mark.parametrize("name", sorted(GROUP.commands))
+COMMANDS: dict[str, Any] = dict(GROUP.commands) | {
+    f"{name} {inner}": each
+    for name, group in GROUP.commands.items()
+    for inner, each in getattr(group, "commands", {}).items()
+}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_option_is_documented(name: str) -> None:
-    options = [each.opts[-1] for each in GROUP.commands[name].params if each.opts[0][0] == "-"]
+    options = [each.opts[-1] for each in COMMANDS[name].params if each.opts[0][0] == "-"]
     assert "--json" in options
     text = (DOCS / PAGES.get(name, "cli.md")).read_text(encoding="utf-8")
     assert [option for option in options if f"`{option}" not in text] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hopsparse.launch import kernel as launch_kernel
+from hopsparse.ops.spmm_bsr.device import forget_launches as forget_bsr_launches
 from hopsparse.ops.spmm_nm.device import forget_launches
 from hopsparse.ops.spmm_nm.int4.device import forget_int4_launches
 from hopsparse.ops.spmm_nm.scaled.device import forget_scaled_launches
@@ -36,5 +37,6 @@ def here(
 
 
 def _forget() -> None:
+    forget_bsr_launches()
     for forget in (forget_launches, forget_scaled_launches, forget_int4_launches):
         forget()

@@ -11,13 +11,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
-from hopsparse.measure.error import finish_bound, product_bound
+from hopsparse.measure.error import finish_bound, gated_bound, product_bound, unit_roundoff
 from hopsparse.nn import SparseLinear
-from hopsparse.ops import spmm_nm
+from hopsparse.ops import interleave_gate_up, spmm_nm
 from hopsparse.ops.spmm_nm import op
 from hopsparse.ops.spmm_nm.device import Epilogue, launch_for
 from hopsparse.ops.spmm_nm.kernel import ACTIVATIONS, Config
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, tiles
 from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.prune import magnitude
 
@@ -121,6 +121,25 @@ def test_epilogues(act: str, out: int, out_dtype: torch.dtype | None, device: to
     expected = apply_activation(sums, act) + residual.double()
     bound = finish_bound(sums.abs(), expected, residual, kind)  # alpha times an integer is exact
     assert ((y.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("config", [*tiles("swiglu"), *MIXED], ids=lambda config: config.name)
+def test_swiglu_folds_gate_and_up(
+    config: Config, out_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Half as many results: whole lines, ragged ones, and rows that start off 16 bytes."""
+    for tokens, half, k in [(256, 256, 512), (101, 144, 640), (1, 8, 64), (33, 1032, 256)]:
+        parts = [two_four(half, k, torch.bfloat16, device) for _ in range(2)]
+        x = torch.randint(-2, 3, (tokens, k), device=device).bfloat16()
+        w = NM.from_dense(interleave_gate_up(*parts))
+        y = spmm_nm(w, x, act="swiglu", alpha=1 / 16, out_dtype=out_dtype, config=config)
+        assert y.shape == (tokens, half)
+        gate, up = (x.double() @ part.double().T / 16 for part in parts)  # exact in float32
+        right = torch.nn.functional.silu(gate) * up
+        slack = gated_bound(gate) * right.abs()
+        end = unit_roundoff(y.dtype) * (right.abs() + slack) + torch.finfo(y.dtype).tiny
+        assert ((y.double() - right).abs() <= slack + end).all()
 
 
 @pytest.mark.parametrize("view", ["transpose", "columns", "expand", "offset", "batch", "vector"])

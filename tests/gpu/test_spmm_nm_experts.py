@@ -12,7 +12,7 @@ from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM
 from hopsparse.launch import capture
 from hopsparse.measure.error import finish_bound
-from hopsparse.ops import spmm_nm_experts
+from hopsparse.ops import spmm_nm, spmm_nm_experts
 from hopsparse.ops.spmm_nm.experts.op import plan_experts
 from hopsparse.ops.spmm_nm.kernel import ACTIVATIONS, MOST_EXPERTS, Config
 from hopsparse.ops.spmm_nm.plan import for_experts
@@ -102,6 +102,21 @@ def test_epilogues(act: str, out_dtype: torch.dtype | None, device: torch.device
     bound = finish_bound(sums.abs(), right, none, y.dtype)
     assert ((y[: len(whose)].double() - right).abs() <= bound).all()
     assert not y[len(whose) :].any()
+
+
+def test_swiglu_is_that_of_each_expert_alone(device: torch.device) -> None:
+    counts, out, k = [3, 0, 40, 9], 192, 128
+    dense, offs = weights(4, out, k, torch.bfloat16, device), ends_of(counts, device)
+    x = torch.randint(-2, 3, (sum(counts) + 4, k), device=device).bfloat16()
+    y = spmm_nm_experts(NM.from_dense(dense), x, offs, act="swiglu")
+    assert y.shape == (len(x), out // 2)
+    begin = 0
+    for expert, count in enumerate(counts):
+        alone = NM.from_dense(dense[expert * out : (expert + 1) * out])
+        rows = x[begin : begin + count]
+        assert torch.equal(y[begin : begin + count], spmm_nm(alone, rows, act="swiglu"))
+        begin += count
+    assert not y[begin:].any()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")

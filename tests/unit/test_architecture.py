@@ -20,7 +20,7 @@ MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs"
 FILE_LINES, FUNCTION_LINES, PARAMETERS, VARIABLES, DEVICE_LINES = 400, 60, 8, 6, 500
 BANNED_STEMS = {"utils", "util", "common", "helpers", "misc"}
 # torch.cuda may be spoken of where a driver is expected; everything else works on any machine.
-CUDA_FOLDERS = ("launch", "measure", "tune", "comm", "cli")
+CUDA_FOLDERS = ("launch", "measure", "tune", "graphs", "comm", "cli")
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -35,6 +35,11 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
         ("spmm_csr", ("--dtypes", "float64"), "--dtypes 'float64': one of bfloat16"),
         ("spmm_csr", ("--rounds", "0"), "--rounds 0: at least 1"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--blocks", "24"), "--blocks 24: a multiple of 16"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--sparsities", "1.0"), "from 0 to below 1"),
+        ("spmm_bsr", ("--out", "rows.jsonl", "--shape", "4096"), "'4096': OUTxK"),
+        ("chain", ("--layers", "0"), "--layers 0: at least 1"),
+        ("chain", ("--tokens", "16", "0"), "--tokens 0: at least 1"),
     ],
 )
 def test_words_that_mean_nothing_are_named(

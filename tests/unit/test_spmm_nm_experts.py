@@ -48,7 +48,7 @@ def rows_of(w: NM, expert: int) -> NM:
 
 
 @pytest.mark.parametrize("ends", SHARINGS, ids=str)
-@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("act", [None, "silu", "swiglu"])
 def test_each_expert_is_a_product_of_its_own(ends: list[int], act: str | None) -> None:
     w, x = weight(), torch.randint(-3, 4, (TOKENS, K)).to(BF16)
     bias = torch.randn(EXPERTS, OUT).to(BF16)
@@ -59,7 +59,7 @@ def test_each_expert_is_a_product_of_its_own(ends: list[int], act: str | None) -
         )
         assert torch.equal(y[begin:end], right)
     assert not y[ends[-1] :].any()
-    assert y.shape == (TOKENS, OUT)
+    assert y.shape == (TOKENS, OUT // 2 if act == "swiglu" else OUT)
 
 
 def test_gradients_are_those_of_the_experts() -> None:

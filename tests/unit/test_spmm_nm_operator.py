@@ -31,6 +31,19 @@ def test_the_operator_keeps_the_rules_of_torch() -> None:
     torch.library.opcheck(torch.ops.hopsparse.spmm_nm.default, arguments)
 
 
+def test_swiglu_folds_rows_and_has_gradients() -> None:
+    dense, w, x, bias = operands()
+    plain = x.detach(), bias.detach()
+    arguments = ([w.values, w.meta], *plain, None, 48, "swiglu", 0.5, torch.float32)
+    torch.library.opcheck(torch.ops.hopsparse.spmm_nm.default, arguments)
+    gate, up = (F.linear(x, dense, bias).view(2, 5, 3, 2, 8)[..., i, :] for i in (0, 1))
+    right = (F.silu(gate) * up).flatten(-2)
+    y = spmm_nm(w, x, bias=bias, act="swiglu")
+    torch.testing.assert_close(y, right)
+    found, wanted = (torch.autograd.grad(each.sum(), x)[0] for each in (y, right))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_gradients_of_all_that_is_trained(has_residual: bool) -> None:
     dense, w, x, bias = operands()

@@ -11,7 +11,7 @@ import torch
 
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import NM, NMPattern
-from hopsparse.launch import Element, Kernel
+from hopsparse.launch import Element, Kernel, Turn
 from hopsparse.nn import SparseLinear
 from hopsparse.ops.spmm_nm import plan, prepare
 from hopsparse.ops.spmm_nm.cost import predicted_us
@@ -215,10 +215,10 @@ def test_sides_beyond_32_bits_are_refused_before_anything_else(sizes: tuple[int,
 def test_alpha_is_a_number(alpha: float) -> None:
     """A tensor too is refused: launches are found again by what they were made of."""
     with pytest.raises(ArgumentError, match="alpha=.*a number"):
-        LAUNCH.bind(0, (0, 0, 0, 0), 4096, (0, 0), alpha)
+        LAUNCH.bind(Turn(0), (0, 0, 0, 0), 4096, (0, 0), alpha)
 
 
 @pytest.mark.parametrize("addresses", [(0, 8, 0, 0), (0, 0, 8, 0)], ids=["values", "meta"])
 def test_a_weight_off_16_bytes_is_refused_by_name(addresses: tuple[int, int, int, int]) -> None:
     with pytest.raises(ArgumentError, match="a weight with values at .* 16 bytes"):
-        LAUNCH.bind(0, addresses, 4096, (0, 0), 1.0)
+        LAUNCH.bind(Turn(0), addresses, 4096, (0, 0), 1.0)

@@ -26,8 +26,9 @@ def weight(dtype: torch.dtype = torch.float16) -> NM:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"act": "swish"}, "act='swish'. Required: one of relu, gelu, gelu_tanh, silu, or None"),
+        ({"act": "swish"}, "Required: one of relu, gelu, gelu_tanh, silu, swiglu, or None"),
         ({"act": torch.relu}, "act=<"),
+        ({"act": "swiglu"}, "swiglu of 8 rows. Required: a multiple of 16 rows"),
         ({"out_dtype": torch.int8}, "out_dtype=torch.int8. Required: torch.float16, as x is"),
         ({"out_dtype": torch.bfloat16}, "out_dtype=torch.bfloat16"),
         ({"out_dtype": "float32"}, "out_dtype=float32"),

@@ -18,6 +18,7 @@ from .convert import CONVERT
 from .doctor import DOCTOR
 from .evaluate import EVALUATE
 from .explain import EXPLAIN
+from .generate import GENERATE
 from .inspect import INSPECT
 from .plan import PLAN
 from .recover import RECOVER
@@ -47,15 +48,16 @@ _COMMANDS = (
     COMPARE,
     INSPECT,
     CONVERT,
+    GENERATE,
     VERIFY,
     COMPILE,
     EXPLAIN,
     TUNE,
-    BENCH,
     COMM_REPORT,
 )
 for _command in _COMMANDS:
     app.command(_command.__name__)(_command)
+app.add_typer(BENCH, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

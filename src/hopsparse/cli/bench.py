@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError
+from .bench_model import BENCH_MODEL
 from .console import number_text, print_json, stderr, stdout
-from .options import FAILED_EXIT, command
+from .options import FAILED_EXIT, command, unless_subcommand
 from .problems import check_dtype, shape_of, tokens_of
 
 if TYPE_CHECKING:
@@ -266,4 +267,7 @@ def _cells(found: dict[str, Row], rivals: Sequence[str]) -> list[str]:
     return cells
 
 
-BENCH = command(Bench, run, name="bench")
+#: A command, and what it holds: `hopsparse bench model`.
+BENCH = typer.Typer(invoke_without_command=True)
+BENCH.callback()(unless_subcommand(command(Bench, run, name="bench")))
+BENCH.command("model")(BENCH_MODEL)

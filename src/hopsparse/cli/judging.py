@@ -47,6 +47,14 @@ class Judging(Protocol):
         """Of the arithmetic."""
 
 
+def check_float_dtype(name: str) -> None:
+    """Refuse a dtype that no model computes in."""
+    from ..errors import ArgumentError
+
+    if name not in DTYPES:
+        raise ArgumentError(f"dtype {name!r}", need="one of " + ", ".join(DTYPES), hint="float32")
+
+
 class Bench:
     """Opens models and runs them over the texts that the options name."""
 
@@ -115,10 +123,7 @@ def judging(options: Judging) -> Iterator[Bench]:
         value = getattr(options, name)
         if value < least:
             raise ArgumentError(f"{name} = {value}", need=f"at least {least}", hint=f"{least}")
-    if options.dtype not in DTYPES:
-        raise ArgumentError(
-            f"dtype {options.dtype!r}", need="one of " + ", ".join(DTYPES), hint="float32"
-        )
+    check_float_dtype(options.dtype)
     with progress_shown() as progress:
         yield Bench(options, progress)
 

@@ -93,6 +93,26 @@ def command(
     return shell
 
 
+def unless_subcommand(shell: Callable[..., None]) -> Callable[..., None]:
+    """A command that also holds others: it does nothing where one of those is named.
+
+    Args:
+        shell: What `command` built.
+    """
+
+    def callback(context: typer.Context, **values: Any) -> None:
+        if context.invoked_subcommand is None:
+            shell(**values)
+
+    known = inspect.signature(shell).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.Parameter("context", kind, annotation=typer.Context)
+    callback.__signature__ = inspect.Signature([own, *known])  # type: ignore[attr-defined]
+    callback.__annotations__ = {"context": typer.Context, **shell.__annotations__}
+    callback.__doc__, callback.__name__ = shell.__doc__, shell.__name__
+    return callback
+
+
 def _run(run: Callable[[Options], None], chosen: Options) -> None:
     """Run a command; a name that no file system takes is an error of the input."""
     try:

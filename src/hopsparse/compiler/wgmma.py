@@ -61,13 +61,13 @@ def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = Fals
     _, _, sums, _ = _KINDS[kind]
     number, words = _C[sums][0], words_of(kind)
     bodies = [
-        ("zero()", [_zero(kind, n, panel) for panel in range(panels)]),
+        ("zero()", [zero_sums(kind, n, panel) for panel in range(panels)]),
         (
             f"multiply(const {f'u32 (&a)[{4 * _STEPS}]' if registers else f'u64 (&a)[{_STEPS}]'}, "
             f"const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])",
             [_multiply(kind, n, panel, registers) for panel in range(panels)],
         ),
-        (f"read({number} (&d)[{n // 2}])", [_read(kind, n, panel) for panel in range(panels)]),
+        (f"read({number} (&d)[{n // 2}])", [read_sums(kind, n, panel) for panel in range(panels)]),
     ]
     return f"""
   using Number = {number};
@@ -75,7 +75,7 @@ def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = Fals
   static __device__ __forceinline__ void declare() {{
     asm volatile(".reg .{sums} sum<{panels * n // 2}>;");
   }}
-""" + "".join(_member(head, texts) for head, texts in bodies)
+""" + "".join(panel_member(head, texts) for head, texts in bodies)
 
 
 def words_of(kind: str) -> int:
@@ -88,7 +88,7 @@ def words_of(kind: str) -> int:
     return _STEPS * _KINDS[kind][0] // _WORD
 
 
-def _member(head: str, texts: list[str]) -> str:
+def panel_member(head: str, texts: list[str]) -> str:
     """A template of the panel, whose body is one of the texts."""
     cases = "".join(
         f"    if constexpr (Panel == {panel}) {{\n{text}    }}\n"
@@ -101,10 +101,11 @@ def _member(head: str, texts: list[str]) -> str:
 """
 
 
-def _zero(kind: str, n: int, panel: int) -> str:
+def zero_sums(kind: str, n: int, panel: int) -> str:
+    """A statement that clears the sums of a panel; what they are is that of `kind`."""
     sums = _KINDS[kind][2]
-    moves = [f"mov.{sums} {name}, {_C[sums][2]};" for name in _names(n, panel)]
-    return f'      asm volatile(\n{_quoted(moves, " ")} ::: "memory");\n'
+    moves = [f"mov.{sums} {name}, {_C[sums][2]};" for name in names_of(n, panel)]
+    return f'      asm volatile(\n{quoted(moves, " ")} ::: "memory");\n'
 
 
 def _multiply(kind: str, n: int, panel: int, registers: bool) -> str:
@@ -121,7 +122,7 @@ def _multiply(kind: str, n: int, panel: int, registers: bool) -> str:
     # every four, 1 for the others. In 8 bits it reads all of them.
     instructions = "\n".join(
         f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
-{_quoted(_names(n, panel), ", ")}
+{quoted(names_of(n, panel), ", ")}
           "}}, {a[step]}, %{first_b + step}, "
           "%{first_b + _STEPS + step % words}, {step if words == 1 else 0}, add{tail};\\n"'''
         for step in range(_STEPS)
@@ -137,26 +138,28 @@ def _multiply(kind: str, n: int, panel: int, registers: bool) -> str:
 """
 
 
-def _read(kind: str, n: int, panel: int) -> str:
+def read_sums(kind: str, n: int, panel: int) -> str:
+    """A statement that copies the sums of a panel into `d`."""
     sums = _KINDS[kind][2]
-    names = _names(n, panel)
+    names = names_of(n, panel)
     moves = [f"mov.{sums} %{i}, {name};" for i, name in enumerate(names)]
     letter = _C[sums][1]
     outs = [f'"={letter}"(d[{i}])' for i in range(len(names))]
     lines = ",\n".join("          " + ", ".join(outs[i : i + 8]) for i in range(0, len(outs), 8))
     return f"""      asm volatile(
-{_quoted(moves, " ")}
+{quoted(moves, " ")}
           :
 {lines}
           :: "memory");
 """
 
 
-def _names(n: int, panel: int) -> list[str]:
+def names_of(n: int, panel: int) -> list[str]:
+    """The registers of a panel's sums."""
     return [f"sum{i}" for i in range(panel * n // 2, (panel + 1) * n // 2)]
 
 
-def _quoted(items: list[str], between: str) -> str:
+def quoted(items: list[str], between: str) -> str:
     """The items, eight to a C++ string a line."""
     lines = [between.join(items[i : i + 8]) for i in range(0, len(items), 8)]
     return "\n".join(

@@ -1,6 +1,7 @@
 """A cubin becomes a running kernel: the first folder that needs a driver, when it is called."""
 
 from .driver import DeviceFacts, check, device_facts, require_driver
+from .early import EarlyStarts, Turn, starts_early
 from .graph import Graph, capture
 from .kernel import Args, Bound, Kernel, KnownLaunches, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
@@ -13,10 +14,12 @@ __all__ = [
     "Args",
     "Bound",
     "DeviceFacts",
+    "EarlyStarts",
     "Element",
     "Graph",
     "Kernel",
     "KnownLaunches",
+    "Turn",
     "capture",
     "check",
     "check_tiled",
@@ -29,4 +32,5 @@ __all__ = [
     "max_active_clusters",
     "pdl_is_safe",
     "require_driver",
+    "starts_early",
 ]

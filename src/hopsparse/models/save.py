@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, UnsupportedError
 from ..nn import SparseLinear
 from .checkpoint import SINGLE_NAME, CheckpointWriter, ModuleEntry, SparseConfig
+from .fused import GatedMLP, SharedInput
 
 
 def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
@@ -27,7 +28,8 @@ def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
 
     Raises:
         ArgumentError: The model has no sparse layer.
-        UnsupportedError: It has low-rank products, whose place is beside a recovered checkpoint.
+        UnsupportedError: It has low-rank products, whose place is beside a recovered checkpoint, or
+            its blocks are fused.
         CheckpointError: `out` exists, or cannot be written.
 
     Example:
@@ -62,10 +64,17 @@ def sparse_modules(model: nn.Module) -> dict[str, ModuleEntry]:
     """How each sparse layer of `model` is stored, by module name.
 
     Raises:
-        UnsupportedError: It has low-rank products, which no shard has a place for.
+        UnsupportedError: It has low-rank products, which no shard has a place for, or its blocks
+            are fused.
     """
     from ..recover import LowRank  # training is not loaded with every checkpoint
 
+    if any(isinstance(module, (SharedInput, GatedMLP)) for module in model.modules()):
+        raise UnsupportedError(
+            "a model whose blocks are fused",
+            need="layers of their own",
+            hint="undo() of what fuse_blocks returned",
+        )
     if any(isinstance(module, LowRank) for module in model.modules()):
         raise UnsupportedError(
             "a model with low-rank products beside its sparse layers",

@@ -89,13 +89,21 @@ def _nm(w: Quantized) -> NM:
     return cast(NM, known)
 
 
-def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
+def product_of_codes(
+    w: Quantized,
+    x: Tensor,
+    bias: Tensor | None,
+    act: str | None = None,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
     """One launch for inputs of 16 bits; else two: rows of x to codes and scales, and the product.
 
     Args:
         w: [out, k], codes in NM format.
         x: [..., k], as `takes_codes` allows it.
         bias: [out] or None.
+        act: What follows, or None.
+        norm: Weight and epsilon of an RMSNorm ahead, where the scheme rounds inputs.
 
     Returns:
         [..., out] in the dtype of x.
@@ -103,11 +111,13 @@ def product_of_codes(w: Quantized, x: Tensor, bias: Tensor | None) -> Tensor:
     scheme, scales = w.scheme, None
     if scheme.activations != "none":
         static = w.tensors.get("input_scale")
-        x, scales = quantize_rows(x, _CODES[scheme.activations], scale=static)
+        of_norm, eps = norm or (None, 0.0)
+        kind = _CODES[scheme.activations]
+        x, scales = quantize_rows(x, kind, scale=static, norm=of_norm, eps=eps)
     if scheme.weights == "int4":
-        return spmm_nm_int4(w, x, scales, bias=bias)
+        return spmm_nm_int4(w, x, scales, bias=bias, act=act)
     weight, scaling = _nm(w), _scaling(w, scales)
-    return spmm_nm_scaled(weight, x, scaling, bias=bias, out_dtype=w.dtype)
+    return spmm_nm_scaled(weight, x, scaling, bias=bias, act=act, out_dtype=w.dtype)
 
 
 def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, FormatError
-from ..formats import BSR, Attribute, SparseMatrix, format_named, stored_named
+from ..formats import BSR, Attribute, Quantized, SparseMatrix, format_named, stored_named
 from ..formats._base import check_dtype, check_shape
 from ..formats.bsr import blocks_per_line
+from ..ops._product import COMPUTE_DTYPES
 from ..ops.pack_nm.op import pack_nm
 
 
@@ -76,3 +77,40 @@ def device_type(x: Tensor) -> str:
             f"linear: x of type {type(x).__name__}", need="a tensor", hint="torch.as_tensor(x)"
         )
     return "cuda" if x.is_cuda else x.device.type  # The text of a device costs more.
+
+
+def values_only(
+    before: SparseMatrix, fn: Callable[[Tensor], Tensor]
+) -> tuple[torch.dtype, Callable[[Tensor], Tensor]]:
+    """What `nn.Module._apply` does to a layer's tensors, so that casts reach values alone.
+
+    Args:
+        before: The matrix of the layer.
+        fn: As `nn.Module._apply` is given it.
+
+    Returns:
+        The dtype that it casts to, and the function that moves indices and codes but casts none.
+
+    Raises:
+        ArgumentError: Values would become something that no product takes.
+    """
+    after = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
+    if before.dtype in COMPUTE_DTYPES and after not in COMPUTE_DTYPES:
+        raise ArgumentError(
+            f"a cast of a sparse weight to {after}",
+            need="float32, bfloat16 or float16",
+            hint="layer.to_dense(), or quantize the weight",
+        )
+    # A cast of quantized values changes what they stand for, and no part.
+    quantized = isinstance(before, Quantized)
+    fixed = {id(part) for part in before.parts().values()} if quantized else set()
+
+    def guarded(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        if moved.dtype == tensor.dtype:
+            return moved
+        if tensor.dtype in COMPUTE_DTYPES and id(tensor) not in fixed:
+            return moved
+        return tensor.to(moved.device)
+
+    return after, guarded

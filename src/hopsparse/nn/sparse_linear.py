@@ -26,18 +26,20 @@ from ..ops.spmm_bsr import op as spmm_bsr
 from ..ops.spmm_csr import op as spmm_csr
 from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
-from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.cost import counted
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
-from ._codes import codes_plan, prepare_codes, product_of_codes, put_together, rounded, takes_codes
+from ..ops.spmm_nm.reference import apply_activation
+from ._ahead import prepare_kernels
+from ._blocks import product_of_blocks
+from ._codes import codes_plan, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
-from ._parts import allocated, broken_parts, device_type, realigned, stored
+from ._parts import allocated, broken_parts, device_type, realigned, stored, values_only
 
 # Of each format that has them: the operator, its plan, and the plan of a layer that keeps a decoded
 # weight. The others run as the plain product.
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan], Callable[..., Plan]]] = {
     "nm": (spmm_nm.spmm_nm, spmm_nm.plan, spmm_nm.plan_kept),
-    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan),
+    "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan_kept),
     "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan_kept),
 }
 
@@ -53,8 +55,9 @@ class SparseLinear(nn.Module):
 
     A 2:4 weight of 16-bit values, or of codes of a scheme with a kernel (docs/quant.md), runs it on
     a Hopper GPU, and nothing is decoded; except for token counts where `hopsparse tune` measured
-    dense to be faster (docs/ops/spmm_nm.md). There, and with every other weight, the first call
-    decodes it and later calls multiply with what it made: the time of the dense layer, and its
+    dense to be faster (docs/ops/spmm_nm.md). So does a weight in blocks where its kernel is
+    predicted to beat dense (docs/ops/spmm_bsr.md). There, and with every other weight, the first
+    call decodes it and later calls multiply with what it made: the time of the dense layer, and its
     memory on top of the stored matrix. The decoded weight has the dtype of the values on every
     device (2 bytes an entry in bfloat16; `plan(x).describe()` says how many in all) and is never
     saved, copied or moved. It is dropped when a part is another tensor or was changed in place;
@@ -72,9 +75,13 @@ class SparseLinear(nn.Module):
     nm layer fails, because the part `meta` is an attribute of its GraphModule too: export a module
     that holds the layer.
 
+    `act` is an activation that follows the product, one of those of `ops.spmm_nm`; where a kernel
+    runs, it runs there. `hopsparse.graphs.fuse_activations` sets it. It is no part of the
+    checkpoint.
+
     A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
-    because decoding reads counts back from the GPU. A layer with a kernel always captures that:
-    its replays read the parts as they are then.
+    because decoding reads counts back from the GPU. A 2:4 layer with a kernel always captures that:
+    its replays read the parts as they are then. Those of blocks read them as of the last call.
 
     Args:
         matrix: The weight, in any format.
@@ -90,6 +97,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
+    act: str | None = None
     _assembled: SparseMatrix | None
     _dense_counts: DenseCounts  # Of what was assembled last.
 
@@ -222,11 +230,8 @@ class SparseLinear(nn.Module):
             CompileError: A kernel does not compile.
             UnsupportedError: A CUDA graph is being captured.
         """
-        matrix, tokens = self.matrix, counted(max_tokens)
-        codes = isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, self.bias)
-        decodes = not codes
-        if isinstance(matrix, NM) and prepare_nm(matrix, tokens):
-            decodes = counts_of(matrix).reach(tokens)
+        matrix = self.matrix
+        decodes = prepare_kernels(matrix, counted(max_tokens), self.bias, self.act)
         if decodes and self._may_keep(matrix) and self._kept_weight() is None:
             self._decode(matrix)
 
@@ -253,10 +258,10 @@ class SparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, format, dtype and stored bytes."""
-        matrix = self.matrix
+        matrix, act = self.matrix, "" if self.act is None else f"act={self.act}, "
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {matrix.name}({matrix.facts_text()}), "
+            f"bias={self.bias is not None}, {act}{matrix.name}({matrix.facts_text()}), "
             f"{str(matrix.dtype).removeprefix('torch.')}, {matrix.nbytes} bytes"
         )
 
@@ -268,21 +273,27 @@ class SparseLinear(nn.Module):
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        form = self._form
+        form, act = self._form, self.act
         if isinstance(form, NM) and x.is_cuda:
             compiling = torch.compiler.is_compiling()
             packed = cast(NM, self.matrix) if compiling else self._packed()
             bias = self._parameters["bias"]
             if spmm_nm.check_operands("linear", packed, x, bias):
+                weight = None
                 if not compiling and not self._dense_counts.never:
                     weight = self._faster_weight(packed, x)
-                    if weight is not None:
-                        return F.linear(x, weight, bias)
-                return spmm_nm.run_kernel(packed, x, bias)
+                if weight is None:
+                    return spmm_nm.run_kernel(packed, x, bias, None, act or "none")
+                return apply_activation(F.linear(x, weight, bias), act or "none")
         elif isinstance(form, Quantized):
             if takes_codes(form, x, self.bias):
-                return product_of_codes(put_together(self, form), x, self.bias)
+                return product_of_codes(put_together(self, form), x, self.bias, act)
             x = rounded(x, form, self._buffers.get("input_scale"))
+        elif isinstance(form, BSR) and (y := product_of_blocks(self, form, x, act)) is not None:
+            return y
+        return apply_activation(self._run_decoded(x), act or "none")
+
+    def _run_decoded(self, x: Tensor) -> Tensor:
         weight = self._kept_weight()
         if weight is None:
             matrix = self.matrix
@@ -355,32 +366,13 @@ class SparseLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `.to()`, `.half()`, `.cuda()` call: casts reach values, never indices or codes."""
         before = self.matrix
-        after = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
-        castable = before.dtype in COMPUTE_DTYPES
-        if castable and after not in COMPUTE_DTYPES:
-            raise ArgumentError(
-                f"a cast of a sparse weight to {after}",
-                need="float32, bfloat16 or float16",
-                hint="layer.to_dense(), or quantize the weight",
-            )
-
-        # A cast of quantized values changes what they stand for, and no part.
-        quantized = isinstance(before, Quantized)
-        fixed = {id(part) for part in before.parts().values()} if quantized else set()
-
-        def guarded(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.dtype == tensor.dtype:
-                return moved
-            if tensor.dtype in COMPUTE_DTYPES and id(tensor) not in fixed:
-                return moved
-            return tensor.to(moved.device)
-
+        cast_to, guarded = values_only(before, fn)
         self._decoded, self._assembled = None, None
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         if isinstance(self._form, Quantized):
-            self._form = self._form.with_dtype(after)
-        if isinstance(before, BSR) and castable and after.itemsize != before.dtype.itemsize:
+            self._form = self._form.with_dtype(cast_to)
+        resized = before.dtype in COMPUTE_DTYPES and cast_to.itemsize != before.dtype.itemsize
+        if isinstance(before, BSR) and resized:
             for name, part in realigned(cast(BSR, self.matrix), before.dtype.itemsize).items():
                 setattr(self, name, part)
         return self

@@ -63,6 +63,27 @@ def column_order(
     return torch.from_numpy(order), Reordered(fit, how, bound, note)
 
 
+def fitting_order(matrix: CSR) -> Tensor | None:
+    """The order of columns under which most non-zeros fit 2:4; None if that is the one there is.
+
+    Args:
+        matrix: [rows, cols], valid, on any device.
+
+    Returns:
+        int64 [cols], on its device, as for `column_order`.
+
+    Example:
+        >>> fitting_order(CSR.from_dense(torch.eye(8))) is None
+        True
+    """
+    rows, cols = matrix.to("cpu").without_zeros(), matrix.shape[1]
+    assert isinstance(rows, CSR)
+    counts = np.bincount(rows.indices.numpy(), minlength=cols)
+    natural = two_four_fit(strips(rows), cols)
+    order, found = column_order(rows, natural, rows.row_counts().numpy(), counts)
+    return None if found.how == "natural" else order.to(matrix.device)
+
+
 def _at_most(row_counts: Int64s, cols: int) -> float:
     """The part of the non-zeros that the best order may hold, from the rows alone."""
     full, rest = divmod(cols, GROUP)

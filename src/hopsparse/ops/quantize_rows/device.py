@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
-from ...launch import Bound, KnownLaunches, current_stream, kernel_for
+from ...launch import Bound, KnownLaunches, Turn, current_stream, kernel_for, starts_early
 from . import plan
 from .plan import Source
 
@@ -93,16 +93,18 @@ def enqueue(
         scales.data_ptr(),
         sums[0].data_ptr() if sums else 0,
     )
+    turn = Turn(current_stream(device), starts_early())
     # All that a launch depends on, and nothing else: equal keys are the same launch.
-    key = (addresses, scales.numel(), k, x.dtype, kind, eps, gate, device, current_stream(device))
+    key = (addresses, scales.numel(), k, x.dtype, kind, eps, gate, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
         size = (scales.numel(), k)
-        bound = _BOUND.keep(key, _bind(addresses, size, x.dtype, kind, eps, gate, device))
+        bound = _BOUND.keep(key, _bind(turn, addresses, size, x.dtype, kind, eps, gate, device))
     bound()
 
 
 def _bind(
+    turn: Turn,
     addresses: tuple[int, ...],
     size: tuple[int, int],
     dtype: torch.dtype,
@@ -126,4 +128,5 @@ def _bind(
     spec = plan.spec_for(_NAMES[dtype], kind, source, shape)
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
     args = plan.Args(*addresses, rows, k, vector, eps)
-    return kernel.bind(plan.blocks_for(shape, rows), bytes(args), current_stream(device))
+    blocks = plan.blocks_for(shape, rows)
+    return kernel.bind(blocks, bytes(args), turn.stream, pdl=turn.early)

@@ -447,6 +447,8 @@ template <class C>
 __device__ __forceinline__ void quantize(const Args& a) {
   const Place p = {blockIdx.x * (C::kThreads / C::kTeam) + threadIdx.x / C::kTeam,
                    threadIdx.x % C::kTeam};
+  let_next_start();
+  wait_for_previous();
   if (p.row >= a.rows) return;  // a whole warp, and none where the team is the block
   if constexpr (C::kChunks > 0) {
     quantize_kept<C>(a, p);

@@ -134,6 +134,7 @@ def spec_for(dtype: str, codes: str, source: Source, shape: Shape) -> KernelSpec
         cluster=(1, 1, 1),
         smem_bytes=0,
         args_bytes=ARGS_BYTES,
+        pdl=True,
     )
 
 

@@ -5,6 +5,7 @@
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
 #include "ptx/global.cuh"
+#include "ptx/grid.cuh"
 
 namespace quantize_rows {
 

@@ -11,7 +11,7 @@ from ...errors import ArgumentError
 from ...formats.nm import NM
 from ...tune import machine_of
 from .cost import Problem, counted
-from .kernel import ACTIVATIONS, Config
+from .kernel import ACTIVATIONS, SWIGLU, Config
 from .op import why_no_kernel
 from .plan import choices, spec_of
 
@@ -53,7 +53,7 @@ def prepare(
     """
     activation = act or "none"
     max_tokens = counted(max_tokens)
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, SWIGLU):
         raise ArgumentError(
             f"max_tokens={max_tokens}, act={act!r}",
             need="at least one token, and an activation of spmm_nm",
@@ -64,7 +64,7 @@ def prepare(
     from .device import Epilogue, launch_for
 
     epilogue, device = Epilogue(out_dtype or w.dtype, activation, residual), w.values.get_device()
-    found = _choices(w, max_tokens, device)
+    found = _choices(w, max_tokens, device, activation)
     _compile(w, list(found), epilogue)
     for tokens in found.values():
         launch_for(Problem(tokens, *w.shape), w.dtype, epilogue, device)
@@ -79,10 +79,16 @@ def load(w: NM, tokens: int) -> None:
         launch_for(Problem(tokens, *w.shape), w.dtype, Epilogue(w.dtype), w.values.get_device())
 
 
-def _choices(w: NM, max_tokens: int, device: int) -> dict[Config, int]:
+def _choices(w: NM, max_tokens: int, device: int, activation: str) -> dict[Config, int]:
     machine = machine_of(device)
     problem = Problem(max_tokens, *w.shape)
-    return choices(problem, machine.sm_count, dtype=_name(w.dtype), machine=machine)
+    return choices(
+        problem,
+        machine.sm_count,
+        dtype=_name(w.dtype),
+        machine=machine,
+        activation=activation,
+    )
 
 
 def _compile(w: NM, configs: list[Config], epilogue: Epilogue) -> None:

@@ -19,11 +19,13 @@ from ...launch import (
     Element,
     Kernel,
     KnownLaunches,
+    Turn,
     current_stream,
     device_facts,
     encode,
     kernel_for,
     max_active_clusters,
+    starts_early,
 )
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
@@ -45,6 +47,7 @@ from .kernel import (
 from .plan import Problem, choose
 
 RASTER_TOKENS = 2048  # tokens of the tiles in flight at one time: near a square of y
+FEW_TOKENS = 64  # whose stages are nearly all weights
 _LONGEST_SIDE = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tiles
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -97,12 +100,12 @@ class Launch:
         """
         addresses = (x.data_ptr(), values.data_ptr(), meta.data_ptr(), y.data_ptr())
         added = (address_of(bias), address_of(residual))
-        stream = current_stream(self.kernel.device)
-        self.bind(stream, addresses, x.stride(0), added, alpha)()
+        turn = Turn(current_stream(self.kernel.device))
+        self.bind(turn, addresses, x.stride(0), added, alpha)()
 
     def bind(
         self,
-        stream: int,
+        turn: Turn,
         addresses: tuple[int, int, int, int],
         row: int,
         added: tuple[int, int],
@@ -113,7 +116,7 @@ class Launch:
         """The launch with its arguments.
 
         Args:
-            stream: Handle of the stream.
+            turn: The stream, and whether the launch starts early there.
             addresses: Of x, values, meta and y.
             row: Elements from one token of x to the next; bytes where it has 4 bits.
             added: Addresses of bias and residual, 0 where there is none.
@@ -141,9 +144,11 @@ class Launch:
         codes = (x, row, -(-self.problem.k // 32) * 16) if self.element is None else (0, 0, 0)
         pointers = (y, *added, scales.w, scales.x, codes[0], experts.ends)
         layout = (scales.groups, scales.x_step, *codes[1:], scales.w_shift, experts.count)
-        scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout)
+        ahead = self._stages_ahead if turn.early else 0
+        scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout, ahead)
         maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
-        return self.kernel.bind(self.grid, b"".join((*maps, scalars)), stream)
+        args = b"".join((*maps, scalars))
+        return self.kernel.bind(self.grid, args, turn.stream, pdl=turn.early)
 
     def _x_map(self, address: int, row: int) -> bytes:
         if self.element is None:
@@ -175,6 +180,12 @@ class Launch:
             (512, words * 512),
             (128, c.units * c.words, c.warpgroups * c.panels),
         )
+
+    @property
+    def _stages_ahead(self) -> int:
+        """Stages of weights to load while the kernel ahead still runs; tokens come behind them."""
+        stages = self.config.stages
+        return stages if self.problem.tokens <= FEW_TOKENS else min(2, stages)
 
     @property
     def _words(self) -> int:
@@ -210,6 +221,7 @@ def launch_for(
         device_facts(device).sm_count,
         dtype=_NAMES[dtype],
         machine=machine_of(device),
+        activation=epilogue.activation,
     )
     numbers = Numbers(_NAMES[dtype], _NAMES[dtype], _NAMES[epilogue.out_dtype])
     return planned(problem, numbers, epilogue.activation, epilogue.has_residual, device, config)
@@ -319,16 +331,16 @@ def run(
         x: [..., k], any strides.
         bias: [out] or None.
         residual: As y, or None.
-        activation: One of `kernel.ACTIVATIONS`.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
         alpha: What the sums are multiplied by.
         out_dtype: Of y.
         config: The tile; None chooses one.
 
     Returns:
-        [..., out], contiguous.
+        [..., out], of swiglu [..., out / 2]; contiguous.
     """
     out, k = w.shape
-    y = x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+    y = x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
     tokens = x.numel() // k
     if tokens == 0:
         return y
@@ -343,17 +355,17 @@ def run(
         if residual.data_ptr() % 16:
             residual = residual.clone()  # read 16 bytes at a time
     device = x.get_device()
-    stream = current_stream(device)
+    turn = Turn(current_stream(device), starts_early(w.values, w.meta))
     # All that a launch depends on, and nothing else: equal keys are the same launch.
     key = (
         (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
         (0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()),
-        *(tokens, out, k, row, x.dtype, out_dtype, activation, alpha, config, device, stream),
+        *(tokens, out, k, row, x.dtype, out_dtype, activation, alpha, config, device, turn),
     )
     bound = _BOUND.get(key)
     if bound is None:
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
-        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1], alpha))
+        bound = _BOUND.keep(key, launch.bind(turn, key[0], row, key[1], alpha))
     bound()
     return y

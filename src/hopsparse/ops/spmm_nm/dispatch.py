@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern
 from .._product import decompress, gather_kept
+from .kernel import fold_of
 from .reference import apply_activation, spmm_nm
 
 
@@ -90,7 +91,7 @@ def _result(
     alpha: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
+    return x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
 
 
 def _matrix(parts: Sequence[Tensor], out: int, x: Tensor) -> NM:

@@ -1,5 +1,5 @@
 // The producer where x has 4 bits: it brings E4M3 of x * 2^-9, by way of registers. Needs Args,
-// Smem, Place, Origin and fill_stage of kernel.cuh, which includes it where they are known.
+// Smem, Place, Origin and fill_weights of kernel.cuh, which includes it where they are known.
 //
 // The copy engine cannot widen, and a trip through shared memory would cost a third of what the
 // tensor cores read there. So all threads of the producer load what they widen, a stage ahead; that
@@ -79,6 +79,7 @@ __device__ __forceinline__ void produce_from_four_bits(const Args& args, u32 sme
   const uint2 place = FourBitX<C>::places();
   Ring<C::kStages> ring;
   ring.parity = 1;  // of the phase before the first: every stage starts empty
+  wait_for_previous();
   Cursor<C> next(args, at);
   FourBitX<C> x;
   x.load(args, next.from.token, next.unit(args, at));
@@ -90,7 +91,10 @@ __device__ __forceinline__ void produce_from_four_bits(const Args& args, u32 sme
     FourBitX<C> ahead;
     ahead.load(args, next.from.token, next.unit(args, at));  // the last time: anywhere in x
     mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);
-    if (threadIdx.x % 128 == 0) fill_stage<C>(args, smem, at, ring.stage, now.k, now.from);
+    if (threadIdx.x % 128 == 0) {
+      expect_stage<C>(args, smem, ring.stage);
+      fill_weights<C>(args, smem, at, ring.stage, now.k, now.from);
+    }
     x.store(smem + ring.stage * Smem<C>::kX, place);
     async_proxy_fence();
     __syncwarp();

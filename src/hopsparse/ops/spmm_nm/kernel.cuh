@@ -21,6 +21,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/global.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -51,6 +52,7 @@ struct Args {
   int x_pitch, x_bytes;  // of x_codes: from row to row, and of a row, both multiples of 16
   int w_shift;           // 1 << w_shift columns share a scale, if Config::kFourW
   int experts;
+  int ahead;  // stages of weights that are loaded before the kernel ahead has ended
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------
@@ -151,7 +153,7 @@ __device__ __forceinline__ void release(u32 address, u32 stage) {
   }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------
+// ---- Tiles -------------------------------------------------------------------------------------
 
 // Where a block's tile starts in y. One at an edge is moved back until all of it is inside, as far
 // as it can: TMA takes longer for what it fills with zeros than for what it loads (384 tokens
@@ -191,61 +193,11 @@ __device__ __forceinline__ Origin origin_of(const Args& args, u32 smem, int inde
   return origin_in<C>(args, tile, at, 0, 0, args.tokens);
 }
 
-// One stage: this block's slice of what it shares, to all who share it, and its own indices. What
-// has to be widened comes another way.
-template <class C>
-__device__ __forceinline__ void fill_stage(const Args& args, u32 smem, Place<C> at, u32 stage,
-                                           int k, Origin from) {
-  using S = Smem<C>;
-  constexpr int kSteps = S::kStepsOfUnit * C::kUnits / C::kClusterTokens;
-  const u32 bar = smem + S::kFullAt + stage * 8, x_bytes = args.x_rows * kTokenBytes;
-  const int unit = (at.part * args.stages_of_k + k) * C::kUnits;
-  const u32 x_in_all = C::kFourX ? 0 : C::kUnits * C::kClusterOut * x_bytes;
-  mbarrier_expect(bar, x_in_all + S::kValues + S::kMeta);
+}  // namespace spmm_nm
 
-  const u32 x = smem + stage * S::kX + at.out * x_bytes;
-  const u32 values =
-      smem + S::kValuesAt + stage * S::kValues + at.tokens * kSteps * S::kPanels * S::kStep;
-  const int step = S::kStepsOfUnit * unit + at.tokens * kSteps;
-  const int token = from.token + at.out * args.x_rows;
-#pragma unroll
-  for (int u = 0; u < (C::kFourX ? 0 : C::kUnits); ++u) {
-    const u32 to = x + u * C::kTokens * kTokenBytes;
-    if constexpr (C::kClusterOut == 1) {
-      tma_load(to, args.x, bar, (unit + u) * C::kWords * 64, token);
-    } else {
-      const u16 mask = ((1 << C::kClusterOut) - 1) << (at.first + at.tokens * C::kClusterOut);
-      tma_load_multicast(to, args.x, bar, mask, (unit + u) * C::kWords * 64, token);
-    }
-  }
-  if constexpr (C::kClusterTokens == 1) {
-    tma_load(values, args.values, bar, 0, from.panel, step);
-  } else {
-    u16 mask = 0;
-    for (int i = 0; i < C::kClusterTokens; ++i) {
-      mask |= 1 << (at.first + at.out + i * C::kClusterOut);
-    }
-    tma_load_multicast(values, args.values, bar, mask, 0, from.panel, step);
-  }
-  const u32 meta = smem + S::kMetaAt + stage * S::kMeta;
-  tma_load(meta, args.meta, bar, 0, unit * C::kWords, from.panel);
-}
+#include "./producer.cuh"
 
-template <class C>
-__device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at) {
-  const int tiles = tiles_in_all<C>(args, smem), step = gridDim.x / kBlocks<C>;
-  Ring<C::kStages> ring;
-  ring.parity = 1;  // of the phase before the first: every stage starts empty
-  for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
-    const Origin from = origin_of<C>(args, smem, index, at);
-#pragma unroll 1
-    for (int k = 0; k < args.stages_of_k; ++k) {
-      mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);
-      fill_stage<C>(args, smem, at, ring.stage, k, from);
-      ring.advance();
-    }
-  }
-}
+namespace spmm_nm {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
@@ -429,6 +381,7 @@ __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at,
   C::declare();
   Ring<C::kStages> ring;
   u32 turn = 0;
+  wait_for_previous();
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
     const Origin from = origin_of<C>(args, smem, index, at);
     Sums<C> d;
@@ -452,7 +405,8 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   constexpr bool kCluster = kBlocks<C> > 1;
   const u32 smem = shared_address(dynamic);
   const Place<C> at(kCluster ? cluster_rank() : 0);
-  if (smem % 1024 != 0) __trap();             // swizzled tiles start on 1024 bytes
+  if (smem % 1024 != 0) __trap();  // swizzled tiles start on 1024 bytes
+  let_next_start();
   if (threadIdx.x == C::kWarpgroups * 128) {  // else the first load waits for them
     if constexpr (!C::kFourX) prefetch(args.x);
     prefetch(args.values);
@@ -460,6 +414,7 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   }
   init_barriers<C>(smem);
   if constexpr (C::kExperts) {
+    wait_for_previous();
     count_tiles<C>(args, smem);
     clear_what_nobody_has<C>(args);
   }

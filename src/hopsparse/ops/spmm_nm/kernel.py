@@ -191,12 +191,11 @@ def deepest(config: Config) -> Config:
     return replace(config, stages=min(_MOST_STAGES, config.most_stages))
 
 
-#: What follows the three tensor maps in the argument struct: y, bias, residual, scales of w and x,
+#: What follows the three tensor maps, as aligned as they are: y, bias, residual, scales of w and x,
 #: x of 4 bits, ends of experts; alpha, multiplier of y; tokens, out, stages of k, tiles along out
-#: and tokens, raster group, rows of x; scales a row of w, step of those of x; pitch and bytes of a
-#: row of x of 4 bits; binary logarithm of columns that share a scale of w of 4 bits; experts. It is
-#: as aligned as the maps.
-SCALARS = Struct("<7Q 2f 13i 12x")
+#: and tokens, raster group, rows of x; scales a row of w, step of those of x; pitch, bytes of a row
+#: of x of 4 bits; log2 of columns that share a scale of w of 4 bits; experts; stages ahead.
+SCALARS = Struct("<7Q 2f 14i 8x")
 ARGS_BYTES = 3 * MAP_BYTES + SCALARS.size
 
 
@@ -293,6 +292,7 @@ def spec_of_numbers(
         cluster=(config.cluster, 1, 1),
         smem_bytes=config.smem_bytes(direct=direct),
         args_bytes=ARGS_BYTES,
+        pdl=True,
     )
     check(spec, target("h200"), (producer, *[consumer] * config.warpgroups))
     return spec

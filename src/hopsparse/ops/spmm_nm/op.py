@@ -20,7 +20,7 @@ from . import reference
 from .cost import Problem
 from .dense import dense_win
 from .dispatch import traced
-from .kernel import ACTIVATIONS, Config
+from .kernel import ACTIVATIONS, SWIGLU, Config
 from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -53,14 +53,15 @@ def spmm_nm(
         x: [..., k], dtype and device of w, any strides, any number of tokens, also none. Rows that
             do not start on 16 bytes, or whose columns are no neighbours, are copied.
         bias: [out], dtype and device of w, or None.
-        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
+        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None; or `swiglu`, silu(gate) * up of
+            rows as `interleave_gate_up` orders them, without a residual.
         alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
         config: The kernel's tile; None chooses one, as torch.compile and gradients always do.
 
     Returns:
-        [..., out], contiguous.
+        [..., out], contiguous; of `swiglu`, [..., out / 2].
 
     Raises:
         ArgumentError: Arguments do not fit each other.
@@ -352,11 +353,17 @@ def check_epilogue(
     Raises:
         ArgumentError: No such activation, or a dtype or residual that does not fit.
     """
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, SWIGLU):
         raise ArgumentError(
             f"{op}: act={activation!r}",
-            need="one of " + ", ".join(ACTIVATIONS[1:]) + ", or None",
+            need="one of " + ", ".join((*ACTIVATIONS[1:], SWIGLU)) + ", or None",
             hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
+        )
+    if activation == SWIGLU and (out % 16 or residual is not None):
+        raise ArgumentError(
+            f"{op}: swiglu of {out} rows" + (", with a residual" if residual is not None else ""),
+            need="a multiple of 16 rows, as interleave_gate_up makes them, and no residual",
+            hint="rows of zeros at the end of gate and of up; an addition after it",
         )
     if out_dtype not in (x.dtype, torch.float32):
         raise ArgumentError(

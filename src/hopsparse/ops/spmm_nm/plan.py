@@ -91,6 +91,20 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *_SASS)
 
 
+@cache
+def tiles(activation: str = "none") -> tuple[Config, ...]:
+    """Every tile that a product of 16 bits considers.
+
+    The largest has no registers left for results of gate and up.
+
+    Args:
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+    """
+    if activation != SWIGLU:
+        return CANDIDATES
+    return tuple(config for config in CANDIDATES if config.panels * config.tokens < 384)
+
+
 def candidates(
     problem: Problem, sm_count: int, configs: Iterable[Config] = CANDIDATES
 ) -> list[Config]:
@@ -100,7 +114,12 @@ def candidates(
 
 
 def choose(
-    problem: Problem, sm_count: int, *, dtype: str = "bfloat16", machine: Machine | None = None
+    problem: Problem,
+    sm_count: int,
+    *,
+    dtype: str = "bfloat16",
+    machine: Machine | None = None,
+    activation: str = "none",
 ) -> Config:
     """The tile that runs: the tuned winner of its class of token counts, else the cost model's.
 
@@ -112,14 +131,21 @@ def choose(
         sm_count: SMs of the GPU.
         dtype: Of x and w, `bfloat16` or `float16`.
         machine: The GPU, for what was tuned on its like; None goes by the cost model alone.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`, which not every tile has.
     """
-    if machine is not None and (found := tuned(problem, dtype, machine)) is not None:
+    known = tiles(activation)
+    if machine is not None and (found := tuned(problem, dtype, machine)) in known:
         return found
-    return _by_model(replace(problem, tokens=_rounded(problem.tokens)), sm_count)
+    return _by_model(replace(problem, tokens=_rounded(problem.tokens)), sm_count, known)
 
 
 def choices(
-    problem: Problem, sm_count: int, *, dtype: str = "bfloat16", machine: Machine | None = None
+    problem: Problem,
+    sm_count: int,
+    *,
+    dtype: str = "bfloat16",
+    machine: Machine | None = None,
+    activation: str = "none",
 ) -> dict[Config, int]:
     """Every tile that some count from 1 to `problem.tokens` chooses, and the least such count.
 
@@ -128,6 +154,7 @@ def choices(
         sm_count: As for `choose`.
         dtype: As for `choose`.
         machine: As for `choose`.
+        activation: As for `choose`.
 
     Example:
         >>> list(choices(Problem(16, 4096, 4096), 132).values())
@@ -135,7 +162,8 @@ def choices(
     """
     found: dict[Config, int] = {}
     for tokens in range(_STEP, _rounded(problem.tokens) + 1, _STEP):
-        config = choose(replace(problem, tokens=tokens), sm_count, dtype=dtype, machine=machine)
+        each = replace(problem, tokens=tokens)
+        config = choose(each, sm_count, dtype=dtype, machine=machine, activation=activation)
         found.setdefault(config, tokens - _STEP + 1)
     return found
 
@@ -181,7 +209,7 @@ def spec_of(
         out_dtype=out_dtype,
         activation=activation,
         residual=residual,
-        direct=stores_directly(out, out_dtype or dtype),
+        direct=stores_directly(out // fold_of(activation), out_dtype or dtype),
     )
 
 
@@ -191,8 +219,8 @@ def _version(config: Config, dtype: str) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
-def _by_model(problem: Problem, sm_count: int) -> Config:
-    return fastest(candidates(problem, sm_count), problem, sm_count)
+def _by_model(problem: Problem, sm_count: int, known: tuple[Config, ...]) -> Config:
+    return fastest(candidates(problem, sm_count, known), problem, sm_count)
 
 
 def _rounded(tokens: int) -> int:
@@ -202,6 +230,7 @@ def _rounded(tokens: int) -> int:
 def every_spec() -> list[KernelSpec]:
     """Every kernel that a plain product may run, and one of each kind of epilogue."""
     specs = [spec_for(config, dtype) for dtype in ("bfloat16", "float16") for config in CANDIDATES]
+    specs += [spec_for(config, "bfloat16", activation=SWIGLU) for config in tiles(SWIGLU)[::3]]
     for config in (CANDIDATES[0], CANDIDATES[2], CANDIDATES[-1]):
         specs += [spec_for(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
@@ -267,7 +296,7 @@ def _experts_specs() -> list[KernelSpec]:
     specs += [spec_of_numbers(config, halves, *plain) for config in (first, last)]
     for config in (first, last):
         specs.append(spec_of_numbers(config, Numbers("float16", "float16", "float16"), *plain))
-        specs.append(spec_of_numbers(config, halves, "silu", False, False))
+        specs += [spec_of_numbers(config, halves, a, False, False) for a in ("silu", SWIGLU)]
         specs.append(spec_of_numbers(config, replace(halves, out="float32"), "none", False, True))
     return specs
 

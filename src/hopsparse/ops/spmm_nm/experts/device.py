@@ -11,15 +11,17 @@ from ....compiler import KernelCache
 from ....formats.nm import NM
 from ....launch import (
     KnownLaunches,
+    Turn,
     current_stream,
     device_facts,
     kernel_for,
     max_active_clusters,
+    starts_early,
 )
 from ..cost import Problem, rows_of_x, stages_of_k
 from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides, rows_for_tma
 from ..facts import Experts, PlainCall
-from ..kernel import Config, Numbers
+from ..kernel import Config, Numbers, fold_of
 from .plan import ExpertsProblem, choose_experts, experts_spec, most_clusters
 
 _BOUND = KnownLaunches()
@@ -29,7 +31,7 @@ def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) ->
     """The product of arguments that were checked; as for `dispatch.by_experts`."""
     (rows, k), experts, device = w.shape, len(offs), x.get_device()
     tokens, out = len(x), rows // experts
-    y = x.new_empty((tokens, out), dtype=call.out_dtype)
+    y = x.new_empty((tokens, out // fold_of(call.activation)), dtype=call.out_dtype)
     if tokens == 0:
         return y
     row = k
@@ -38,11 +40,11 @@ def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) ->
         row = x.stride(0)
     bias = None if bias is None else bias.contiguous()
     offs = offs.contiguous()
-    stream = current_stream(device)
+    turn = Turn(current_stream(device), starts_early())
     key = (
         (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
         (address_of(bias), offs.data_ptr()),
-        *(tokens, experts, out, k, row, x.dtype, call, device, stream),
+        *(tokens, experts, out, k, row, x.dtype, call, device, turn),
     )
     bound = _BOUND.get(key)
     if bound is None:
@@ -50,7 +52,7 @@ def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) ->
         of_x, of_y = (str(each).removeprefix("torch.") for each in (x.dtype, call.out_dtype))
         launch = _launch(problem, Numbers(of_x, of_x, of_y), call.activation, device, call.config)
         who = Experts(key[1][1], experts)
-        made = launch.bind(stream, key[0], row, (key[1][0], 0), 1.0, experts=who)
+        made = launch.bind(turn, key[0], row, (key[1][0], 0), 1.0, experts=who)
         bound = _BOUND.keep(key, made)
     bound()
     return y

@@ -14,6 +14,7 @@ from ....formats.pattern import NMPattern
 from ..._product import decompress
 from ..dispatch import LIBRARY
 from ..facts import PlainCall
+from ..kernel import fold_of
 from ..op import is_recorded, needs_gradient
 from ..reference import apply_activation
 
@@ -48,7 +49,8 @@ def reference(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCa
         of_expert = None if bias is None else bias[expert].to(torch.float32)
         pieces.append(apply_activation(F.linear(rows, dense[expert], of_expert), call.activation))
         begin = max(begin, end)
-    pieces.append(x.new_zeros((tokens - begin, dense.shape[1]), dtype=torch.float32))
+    width = dense.shape[1] // fold_of(call.activation)
+    pieces.append(x.new_zeros((tokens - begin, width), dtype=torch.float32))
     return torch.cat(pieces).to(call.out_dtype)
 
 
@@ -87,7 +89,8 @@ def _result(
     facts: Sequence[str],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], rows // offs.shape[0]), dtype=out_dtype)
+    width = rows // offs.shape[0] // fold_of(facts[1])
+    return x.new_empty((x.shape[0], width), dtype=out_dtype)
 
 
 LIBRARY.define(

@@ -43,12 +43,13 @@ def spmm_nm_experts(
             `torch._grouped_mm` takes them. Ascending; tokens past the last are given zeros. Values
             are not checked: others give wrong rows.
         bias: [experts, out], dtype and device of w, or None.
-        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None.
+        act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None; or `swiglu`, silu(gate) * up of
+            rows as `interleave_gate_up` orders those of each expert.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
         config: The kernel's tile, one of `for_experts`; None chooses one.
 
     Returns:
-        [tokens, out], contiguous.
+        [tokens, out], contiguous; of `swiglu`, [tokens, out / 2].
 
     Raises:
         ArgumentError: Arguments do not fit each other.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....formats.quantized import Quantized
-from ....launch import KnownLaunches, current_stream
+from ....launch import KnownLaunches, Turn, current_stream, starts_early
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
 from ..device import Scales, address_of, rows_for_tma
@@ -36,12 +36,12 @@ def run(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     x_scale, bias, residual = (None if each is None else each.contiguous() for each in added)
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()  # read 16 bytes at a time
-    one, stream = one_of(device), current_stream(device)
+    one, turn = one_of(device), Turn(current_stream(device), starts_early(values, meta))
     x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
     key = (
         (x.data_ptr(), values.data_ptr(), meta.data_ptr(), y.data_ptr(), scales.data_ptr()),
         (address_of(bias), address_of(residual), address_of(x_scale)),
-        *(x_step, tokens, out, k, row, scheme, x.dtype, call, device, stream),
+        *(x_step, tokens, out, k, row, scheme, x.dtype, call, device, turn),
     )
     bound = _BOUND.get(key)
     if bound is None:
@@ -57,7 +57,7 @@ def run(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
             w_shift=scheme.group.bit_length() - 1,
         )
         alpha = _OF_WIDENED.get(x.dtype, 1.0)
-        bound = _BOUND.keep(key, launch.bind(stream, key[0][:4], row, key[1][:2], alpha, layout))
+        bound = _BOUND.keep(key, launch.bind(turn, key[0][:4], row, key[1][:2], alpha, layout))
     bound()
     return y
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from ..cost import Problem
 from ..facts import PlainCall
 from ..kernel import ACTIVATIONS, Config, check_numbers
 from ..op import check_parts, needs_gradient, why_no_launch
-from .dispatch import int4_product, numbers_of
+from ..passed import Passed, looks_of
+from .dispatch import Added, int4_product, numbers_of
 
+_PASSED = Passed("_passed_int4")
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _HALVES = (torch.bfloat16, torch.float16)
 _WIDE = (*_HALVES, torch.float32)
@@ -70,6 +72,19 @@ def spmm_nm_int4(
         >>> spmm_nm_int4(quantize_matrix(dense, "2:4+int4"), torch.ones(1, 4).bfloat16())
         tensor([[4., 1.]], dtype=torch.bfloat16)
     """
+    added, words = (x_scale, bias, residual), (act, out_dtype, config)
+    looks = None
+    if type(w) is Quantized:
+        looks = looks_of((*w.tensors.values(), x, *added), words)
+    call: PlainCall | None = _PASSED.find(w, looks)
+    if call is None:
+        call = _PASSED.keep(w, looks, _checked(w, x, added, words))
+    return int4_product(w, x, added, call)
+
+
+def _checked(w: Quantized, x: Tensor, added: Added, words: tuple[Any, ...]) -> PlainCall:
+    """All of a call but its tensors, after every check."""
+    (x_scale, bias, residual), (act, out_dtype, config) = added, words
     check_int4_weight(w)
     _check_dense(w, x)
     if out_dtype is None:
@@ -77,7 +92,7 @@ def spmm_nm_int4(
     call = PlainCall("none" if act is None else act, out_dtype, config)
     _check(w, x, x_scale, call)
     _check_added(w, x, bias, residual, call)
-    return int4_product(w, x, (x_scale, bias, residual), call)
+    return call
 
 
 def check_int4_weight(w: Quantized) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....formats.nm import NM
-from ....launch import KnownLaunches, current_stream
+from ....launch import KnownLaunches, Turn, current_stream, starts_early
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
 from ..device import Scales, address_of, rows_for_tma
@@ -36,13 +36,13 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     )
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()  # read 16 bytes at a time
-    one, stream = one_of(device), current_stream(device)
+    one, turn = one_of(device), Turn(current_stream(device), starts_early(w.values, w.meta))
     groups = groups_of_scale(w_scale, out)
     x_step = 0 if x_scale is None or x_scale.numel() == 1 else 1
     key = (
         (x.data_ptr(), w.values.data_ptr(), w.meta.data_ptr(), y.data_ptr()),
         (address_of(bias), address_of(residual), address_of(w_scale), address_of(x_scale)),
-        *(groups, x_step, tokens, out, k, row, w.dtype, x.dtype, call, device, stream),
+        *(groups, x_step, tokens, out, k, row, w.dtype, x.dtype, call, device, turn),
     )
     bound = _BOUND.get(key)
     if bound is None:
@@ -58,7 +58,7 @@ def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
             1.0 if call.out_scale is None else 1 / call.out_scale,
         )
         alpha = _OF_WIDENED if few else 1.0
-        bound = _BOUND.keep(key, launch.bind(stream, key[0], row, key[1][:2], alpha, layout))
+        bound = _BOUND.keep(key, launch.bind(turn, key[0], row, key[1][:2], alpha, layout))
     bound()
     return y
 

@@ -14,7 +14,7 @@ from ....formats.nm import NM
 from ....formats.pattern import NMPattern, parse_pattern
 from ....formats.quantized import unpack_nibbles
 from ..dispatch import LIBRARY
-from ..kernel import SWIGLU, Config, Numbers, fold_of
+from ..kernel import Config, Numbers, fold_of
 from ..op import is_recorded
 from ..reference import apply_activation
 
@@ -88,11 +88,7 @@ def reference(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor
         y = y * x_scale
     if bias is not None:
         y = y + bias.float()
-    if call.activation == SWIGLU:
-        gate, up = y.view(*y.shape[:-1], y.shape[-1] // 16, 2, 8).unbind(-2)
-        y = (F.silu(gate) * up).flatten(-2)
-    else:
-        y = apply_activation(y, call.activation)
+    y = apply_activation(y, call.activation)
     if residual is not None:
         y = y + residual.float()
     return to_out(y, call)

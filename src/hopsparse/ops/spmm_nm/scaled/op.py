@@ -17,6 +17,7 @@ from ..._product import Plan, is_dense, told
 from ..cost import Problem
 from ..kernel import ACTIVATIONS, SWIGLU, Config, check_numbers
 from ..op import check_parts, needs_gradient, why_no_launch
+from ..passed import Passed, looks_of
 from .dispatch import (
     GROUP,
     Call,
@@ -27,6 +28,7 @@ from .dispatch import (
     scaled,
 )
 
+_PASSED = Passed("_passed_scaled")
 CODES = (torch.int8, torch.float8_e4m3fn)
 # int8 beside E4M3 holds two codes of 4 bits.
 _X_DTYPES = {
@@ -111,15 +113,37 @@ def spmm_nm_scaled(
         >>> spmm_nm_scaled(w, x, Scaling(x=torch.tensor([0.5])), out_dtype=torch.float32)
         tensor([[1.0000, 2.5000]])
     """
+    looks = _looks(w, x, scaling, (bias, residual), (act, out_dtype, config))
+    call: Call | None = _PASSED.find(w, looks)
+    if call is None:
+        call = _checked(w, x, scaling, (bias, residual), (act, out_dtype, config))
+        _PASSED.keep(w, looks, call)
+    return scaled(w, x, (scaling.w, scaling.x), (bias, residual), call)
+
+
+def _looks(
+    w: NM, x: Tensor, scaling: Scaling, added: Pair, words: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    if type(w) is not NM or type(scaling) is not Scaling:
+        return None
+    tensors = (w.values, w.meta, x, scaling.w, scaling.x, *added)
+    # A number that is none is told apart by its type: 1 and True are the same key.
+    out = scaling.out
+    return looks_of(tensors, (*words, scaling.sums, out, type(out)))
+
+
+def _checked(w: NM, x: Tensor, scaling: Scaling, added: Pair, words: tuple[Any, ...]) -> Call:
+    """All of a call but its tensors, after every check."""
+    act, out_dtype, config = words
     activation = "none" if act is None else act
     check_codes(w, scaling, activation)
     _check_codes_of_x(w, x)
     call = Call(scaling.sums, activation, scaling.out, out_dtype, config)
     _check(w, x, scaling, call)
-    scales, added = (scaling.w, scaling.x), (bias, residual)
+    scales = (scaling.w, scaling.x)
     _check_result(w, scales, added, call)
     _check_added(w, x, scales, added, call)
-    return scaled(w, x, scales, added, call)
+    return call
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""What operators ask about a call: whether anyone records it, and what its epilogue may be.
+
+spmm_nm has the same questions in its own `op.py`, worded for its shortest way to a launch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import ArgumentError
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+# Asked at every call: looked up once.
+_modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are tensors alone: nothing traced, no gradient to keep, no subclass.
+
+    Example:
+        >>> is_plain(torch.ones(1)), is_plain(torch.ones(1, requires_grad=True))
+        (True, False)
+    """
+    if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces():
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
+            return False
+    return True
+
+
+def is_transformed() -> bool:
+    """Whether vmap, another transform of torch.func or forward-mode differentiation is at work.
+
+    Their tensors look like any other, and own no memory, or carry a tangent that a kernel drops.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _has_transforms() or _dual._current_level >= 0
+
+
+def apply_activation(y: Tensor, activation: str) -> Tensor:
+    """One of `ACTIVATIONS`, in the precision of `y`; `gelu` is the one with erf."""
+    if activation == "relu":
+        return F.relu(y)
+    if activation == "gelu":
+        return F.gelu(y)
+    if activation == "gelu_tanh":
+        return F.gelu(y, approximate="tanh")
+    if activation == "silu":
+        return F.silu(y)
+    return y
+
+
+def check_epilogue(
+    op: str, out: int, x: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """Refuse an epilogue that cannot mean anything.
+
+    Raises:
+        ArgumentError: No such activation, or a dtype or residual that does not fit.
+    """
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"{op}: act={activation!r}",
+            need="one of " + ", ".join(ACTIVATIONS[1:]) + ", or None",
+            hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
+        )
+    if out_dtype not in (x.dtype, torch.float32):
+        raise ArgumentError(
+            f"{op}: out_dtype={out_dtype}",
+            need=f"{x.dtype}, as x is, or torch.float32",
+            hint=f"the result in torch.float32, .to({out_dtype})",
+        )
+    shape = (*x.shape[:-1], out)
+    if residual is not None and (
+        residual.shape != shape or residual.dtype != out_dtype or residual.device != x.device
+    ):
+        raise ArgumentError(
+            f"{op}: residual {list(residual.shape)} of {residual.dtype} on {residual.device}",
+            need=f"{list(shape)} of {out_dtype} on {x.device}, as the result is",
+            hint="residual.expand(...).to(...), or added to the result",
+        )

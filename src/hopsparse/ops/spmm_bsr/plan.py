@@ -1,0 +1,144 @@
+"""What spmm_bsr runs for a problem: which kernels may, and whether one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...errors import ArgumentError
+from ...measure import Product, predict
+from ...plan import KernelSpec, Target
+from .kernel import WIDTHS, Config, deepest, spec_for, stores_directly
+from .schedule import Problem, predicted_us
+
+__all__ = [
+    "CANDIDATES",
+    "Decision",
+    "Problem",
+    "candidates",
+    "decide",
+    "every_spec",
+    "sass_of",
+    "spec_of",
+]
+
+#: Every tile that is ever considered, the largest first. Blocks of 128 rows share their tokens
+#: between two panels; lower ones cannot, since their columns differ.
+CANDIDATES: tuple[Config, ...] = (
+    *(deepest(2, tokens, 64) for tokens in (128, 64, 16)),
+    *(deepest(1, tokens, width) for width in WIDTHS for tokens in (256, 128, 64, 16)),
+)
+
+# How much longer than predicted a kernel may take before dense would have been the better choice:
+# its model has constants of another kernel, and none of its own was measured.
+_DOUBT = 1.2
+# Decoding w for one call: written and read once, by about 20 kernels, and three waits of the host.
+_DECODING_US, _DECODING_BYTES = 120.0, 6
+_SASS = ("HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "BAR.ARV")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which kernel is the fastest, and how long everything takes, predicted.
+
+    Attributes:
+        config: The tile.
+        kernel_us: Device time of its kernel.
+        dense_us: Of PyTorch's product, by a weight that was decoded before.
+        decoding_us: Of decoding that weight.
+    """
+
+    config: Config
+    kernel_us: float
+    dense_us: float
+    decoding_us: float
+
+    def uses_kernel(self, *, kept: bool) -> bool:
+        """Whether the kernel runs, and not the dense product.
+
+        Args:
+            kept: Whether the decoded weight would be kept between calls.
+        """
+        dense_us = self.dense_us if kept else self.dense_us + self.decoding_us
+        return _DOUBT * self.kernel_us <= dense_us
+
+    def why(self, *, kept: bool) -> str:
+        """The two times, as a clause."""
+        rest = "" if kept else f" and {self.decoding_us:.1f} to decode w"
+        return (
+            f"tile {self.config.name} predicted {self.kernel_us:.1f} us, "
+            f"dense {self.dense_us:.1f}{rest}"
+        )
+
+
+def candidates(panels: int, width: int) -> list[Config]:
+    """The tiles for strips of so many panels, gathered in so many columns.
+
+    Example:
+        >>> [config.tokens for config in candidates(2, 64)]
+        [128, 64, 16]
+    """
+    return [each for each in CANDIDATES if (each.panels, each.width) == (panels, width)]
+
+
+def decide(
+    lengths: Tensor, configs: Iterable[Config], problem: Problem, dtype: str, target: Target
+) -> Decision:
+    """The fastest tile for a weight, and the product that it competes with.
+
+    Args:
+        lengths: Steps of each strip, falling, on the CPU: `Strips.lengths`.
+        configs: Its tiles: `candidates`.
+        problem: Sizes.
+        dtype: Of x and w.
+        target: The GPU.
+
+    Raises:
+        ArgumentError: There is no tile.
+    """
+    known = list(configs)
+    if not known:
+        raise ArgumentError("spmm_bsr: no tile", need="one or more", hint="plan.candidates(1, 64)")
+    timed = {config: predicted_us(config, lengths, problem, target.sm_count) for config in known}
+    best = min(timed, key=timed.__getitem__)
+    dense = predict(Product((problem.out, problem.k), dtype), problem.tokens, target)
+    moved_us = 1e6 * _DECODING_BYTES * problem.out * problem.k / target.read_bandwidth
+    return Decision(best, timed[best], dense.time_us, _DECODING_US + moved_us)
+
+
+def spec_of(
+    config: Config,
+    out: int,
+    dtype: str,
+    *,
+    out_dtype: str | None = None,
+    activation: str = "none",
+    residual: bool = False,
+) -> KernelSpec:
+    """The kernel of a tile for a weight of `out` rows; the rest is as for `spec_for`."""
+    return spec_for(
+        config,
+        dtype,
+        out_dtype=out_dtype or dtype,
+        activation=activation,
+        residual=residual,
+        direct=stores_directly(out, out_dtype or dtype),
+    )
+
+
+def sass_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Instructions that a kernel must hold."""
+    return _SASS
+
+
+def every_spec() -> list[KernelSpec]:
+    """Every kernel that a plain product may run, and one of each kind of epilogue."""
+    specs = [spec_for(config, dtype) for dtype in ("bfloat16", "float16") for config in CANDIDATES]
+    for config in (CANDIDATES[0], CANDIDATES[3], CANDIDATES[-1]):
+        specs += [spec_for(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
+        specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
+        specs.append(spec_for(config, "float16", out_dtype="float32"))
+        specs.append(spec_for(config, "bfloat16", direct=True))
+    return specs

@@ -1,0 +1,144 @@
+"""A weight made ready for the kernel: laid out once, and again only when it was changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...formats.bsr import BSR
+from ...plan import Target
+from .._product import check_capture, finish_decoding
+from .plan import Decision, Problem, candidates, decide
+from .strips import Strips, strips_of
+
+_HINT = "the same call once before the capture, and no change of w in between"
+_LEAST_CLASS = 16
+
+
+def class_of(tokens: int) -> int:
+    """The largest of the token counts that run one tile: four classes an octave, none below 16.
+
+    Example:
+        >>> [class_of(tokens) for tokens in (1, 16, 17, 100, 1000, 4097)]
+        [16, 16, 32, 112, 1024, 5120]
+    """
+    step = max(_LEAST_CLASS, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+@dataclass(eq=False)
+class Ready:
+    """What a launch reads of a weight.
+
+    Attributes:
+        strips: Its layout.
+        values: Its weights in that layout; None until a kernel runs. When values change they are
+            written here again, so that a captured graph goes on to read this.
+        decided: What runs, by tokens.
+    """
+
+    strips: Strips
+    values: Tensor | None = None
+    decided: dict[int, Decision] = field(default_factory=dict)
+
+    def decide(self, problem: Problem, dtype: str, target: Target) -> Decision:
+        """What runs for a problem; the same for all tokens of a class.
+
+        Args:
+            problem: Sizes; those of w are the weight's.
+            dtype: Of x and w.
+            target: The GPU that the weight is on.
+        """
+        rounded = class_of(problem.tokens)
+        found = self.decided.get(rounded)
+        if found is None:
+            strips = self.strips
+            found = self.decided[rounded] = decide(
+                strips.lengths,
+                candidates(strips.panels, strips.width),
+                replace(problem, tokens=rounded),
+                dtype,
+                target,
+            )
+        return found
+
+
+@dataclass(eq=False)
+class _Known:
+    facts: tuple[Any, ...]
+    pattern: tuple[Tensor, Tensor]  # indices and indptr
+    ready: Ready
+    values_version: int = -1
+
+
+# By the tensor of the values: a layer puts its matrix together anew at every call, and the parts of
+# a program that torch compiled come without one.
+_KNOWN: Any = WeakTensorKeyDictionary()
+
+
+def layout_of(w: BSR) -> Ready:
+    """The layout of a weight, its weights perhaps not laid out yet.
+
+    Args:
+        w: [out, k], blocks that `strips.width_of` has a width for; parts that count their changes,
+            so none that was made in inference mode.
+
+    Raises:
+        UnsupportedError: A CUDA graph is being captured, and the pattern is new, or was changed.
+    """
+    return _known(w).ready
+
+
+def ready(w: BSR) -> tuple[Strips, Tensor]:
+    """The weight for the kernel, from the last call where nothing of it was changed since.
+
+    Args:
+        w: As for `layout_of`, of 16-bit values.
+
+    Returns:
+        Its layout, and its weights: `Strips.pack`.
+
+    Raises:
+        UnsupportedError: A CUDA graph is being captured, and the weight is new, or was changed.
+
+    Example:
+        >>> w = BSR.from_dense(torch.eye(64, dtype=torch.bfloat16), (64, 64))
+        >>> ready(w)[1] is ready(w)[1]
+        True
+    """
+    known = _known(w)
+    made, values = known.ready, known.ready.values
+    if values is not None and known.values_version == w.values._version:
+        return made.strips, values
+    check_capture(w, _HINT)
+    version = w.values._version
+    # A tensor made in inference mode could not be written again by a call outside it.
+    with torch.inference_mode(False), torch.no_grad():
+        packed = made.strips.pack(w.values)
+        made.values = values = packed if values is None else values.copy_(packed)
+    known.values_version = version
+    finish_decoding(values)
+    return made.strips, values
+
+
+def _known(w: BSR) -> _Known:
+    known: _Known | None = _KNOWN.get(w.values)
+    indices, indptr = w.indices, w.indptr
+    facts = (w.shape, w.block, w.values.data_ptr(), indices._version, indptr._version)
+    if (
+        known is not None
+        and known.facts == facts
+        and known.pattern[0] is indices
+        and known.pattern[1] is indptr
+    ):
+        return known
+    check_capture(w, _HINT)
+    with torch.inference_mode(False), torch.no_grad():
+        known = _Known(facts, (indices, indptr), Ready(strips_of(w)))
+    finish_decoding(w.values)  # Calls on any stream may read it from now on.
+    _KNOWN[w.values] = known
+    return known

@@ -1,0 +1,73 @@
+"""What docs/ops/spmm_bsr.md says without a GPU is computed here, and so is `explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hopsparse.errors import ArgumentError, UnsupportedError
+from hopsparse.formats import BSR
+from hopsparse.ops.spmm_bsr.explain import explain
+from hopsparse.plan import TARGETS
+
+PAGE = Path(__file__).parents[2] / "docs" / "ops" / "spmm_bsr.md"
+H200 = TARGETS["h200"]
+
+
+def pattern(out: int, k: int, block: int, sparsity: float) -> BSR:
+    """A weight whose blocks are random, and whose values nobody asks for."""
+    torch.manual_seed(0)
+    kept = torch.rand(out // block, k // block) >= sparsity
+    row, column = kept.nonzero().unbind(1)
+    counts = torch.bincount(row, minlength=out // block)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+    values = torch.zeros(1, dtype=torch.bfloat16).expand(len(column), block, block)
+    return BSR((out, k), values, column.int(), indptr, (block, block))
+
+
+def predicted_table() -> list[str]:
+    """By block and sparsity: what is multiplied, and what everything is predicted to take."""
+    lines = []
+    for block in (128, 64, 32, 16):
+        for sparsity in (0.5, 0.8, 0.9):
+            found = explain(pattern(16384, 4096, block, sparsity), 2048, H200)
+            decision = found.decision
+            runs = "kernel" if decision.uses_kernel(kept=True) else "dense"
+            times = (found.floor_us, decision.kernel_us, decision.dense_us)
+            facts = [f"{block}", f"{sparsity:.0%}", f"{found.multiplied:.0%}"]
+            facts += [f"{time:.0f}" for time in times]
+            lines.append(f"| {' | '.join([*facts, runs])} |")
+    return lines
+
+
+def test_the_predictions_in_the_docs_are_computed() -> None:
+    expected = "\n".join(predicted_table())
+    print(expected)
+    assert expected in PAGE.read_text(encoding="utf-8")
+
+
+def test_an_explanation_names_what_runs_and_what_else_could() -> None:
+    found = explain(pattern(4096, 4096, 64, 0.9), 4096, H200)
+    lines = found.lines()
+    assert found.decision.config.name in lines[0]
+    assert [config for config, _ in found.others] != []
+    assert found.floor_us < found.decision.kernel_us <= min(us for _, us in found.others)
+    assert 1 <= found.unevenness < 1.5
+    assert found.filled == 1
+    assert "dense" in explain(pattern(4096, 4096, 16, 0.0), 4096, H200).lines()[0]
+
+
+def test_one_full_strip_is_uneven() -> None:
+    dense = torch.zeros(8448, 1024, dtype=torch.bfloat16)
+    dense[64:128] = 1
+    found = explain(BSR.from_dense(dense, (64, 64)), 16, H200)
+    assert found.unevenness == pytest.approx(16 / (147 / 132))
+
+
+def test_what_cannot_run_is_not_explained() -> None:
+    with pytest.raises(UnsupportedError, match="blocks of 8 x 8"):
+        explain(BSR.from_dense(torch.ones(16, 16).half(), (8, 8)), 1, H200)
+    with pytest.raises(ArgumentError, match="whole numbers above 0"):
+        explain(BSR.from_dense(torch.ones(16, 16).half(), (16, 16)), 0, H200)
