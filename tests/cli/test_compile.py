@@ -99,9 +99,7 @@ def test_all_operators_are_those_with_a_plan(root: Path) -> None:
     assert set(plans()) - {"tiny"} <= {path.name for path in Path(ops.__file__).parent.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("--op", "tiny", "--all"), ("--op", "none"), ("--op", "spmm_csr")]
-)
+@pytest.mark.parametrize("words", [(), ("--op", "tiny", "--all"), ("--op", "none")])
 def test_a_wrong_choice_is_refused(root: Path, run: Run, words: tuple[str, ...]) -> None:
     result = run("compile", *words)
     assert result.exit_code == 2

@@ -78,8 +78,8 @@ def test_tables_say_what_is_there(run: Run, tmp_path: Path) -> None:
     assert "16 tokens in bfloat16 on h200, predicted, not measured" in out
     assert "not nm 2:4: 2:4 holds" in out
     assert "convert --to auto stores bitmask" in out
-    # Each of the formats without a kernel says so.
-    assert len(re.findall("none yet", out)) == 6
+    # The format without a kernel says so.
+    assert re.findall(r"^(\w+) .*none yet", out, re.MULTILINE) == ["bitmask"]
 
 
 def test_kernels_that_exist_are_named(run_json: RunJson, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
         ("attention_decode", ("--out", "rows.jsonl", "--budget", "5"), "--budget 5: at least 64"),
         ("selection", ("--out", "rows.jsonl", "--rounds", "0"), "--rounds 0: at least 1"),
+        ("spmm_csr", ("--dtypes", "float64"), "--dtypes 'float64': one of bfloat16"),
+        ("spmm_csr", ("--rounds", "0"), "--rounds 0: at least 1"),
         ("spmm_bsr", ("--out", "rows.jsonl", "--blocks", "24"), "--blocks 24: a multiple of 16"),
         ("spmm_bsr", ("--out", "rows.jsonl", "--sparsities", "1.0"), "from 0 to below 1"),
         ("spmm_bsr", ("--out", "rows.jsonl", "--shape", "4096"), "'4096': OUTxK"),

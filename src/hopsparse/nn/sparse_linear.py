@@ -49,7 +49,7 @@ from ._parts import (
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan], Callable[..., Plan]]] = {
     "nm": (spmm_nm.spmm_nm, spmm_nm.plan, spmm_nm.plan_kept),
     "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan_kept),
-    "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan),
+    "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan_kept),
 }
 
 # Where layers run. To ask torch for more (is_autocast_available) breaks graphs in torch 2.11.

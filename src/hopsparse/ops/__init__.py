@@ -23,14 +23,15 @@ from .score_blocks.key_blocks import KeyBlocks, append_keys
 from .score_blocks.op import Masses, block_masses, score_blocks
 from .select.op import select
 from .spmm_bsr.op import spmm_bsr
-from .spmm_csr.op import spmm_csr
+from .spmm_csr.op import csr_matmul, sddmm_csr, spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
 from .spmm_nm.int4.op import spmm_nm_int4
 from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
-#: `quantize_rows` its inputs; `hybrid_gradient` makes what is sent of gradients.
+#: `quantize_rows` its inputs; `hybrid_gradient` makes what is sent of gradients. `csr_matmul` is
+#: y = a @ x, and `sddmm_csr` its gradient.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "attend_prefill",
     "block_masses",
     "contiguous_pages",
+    "csr_matmul",
     "decompress",
     "hybrid_gradient",
     "interleave_gate_up",
@@ -56,6 +58,7 @@ __all__ = [
     "quantize_rows",
     "score_blocks",
     "score_tiles",
+    "sddmm_csr",
     "select",
     "select_certified",
     "spmm_bsr",

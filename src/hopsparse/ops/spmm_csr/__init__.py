@@ -1,5 +1,5 @@
-"""y = x @ w.T + bias for a weight in CSR format."""
+"""Products with a CSR matrix: y = x @ w.T + bias, y = a @ x, and dot products at its entries."""
 
-from .op import plan, spmm_csr
+from .op import csr_matmul, plan, plan_matmul, sddmm_csr, spmm_csr
 
-__all__ = ["plan", "spmm_csr"]
+__all__ = ["csr_matmul", "plan", "plan_matmul", "sddmm_csr", "spmm_csr"]
