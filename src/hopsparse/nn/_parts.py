@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ArgumentError, FormatError
 from ..formats import (
@@ -139,23 +139,24 @@ def values_only(
     return after, guarded
 
 
-def checked_act(name: str | None, rows: int) -> str | None:
+def checked_act(name: Any, layer: nn.Module) -> Any:
     """An activation that a layer can apply.
 
     Args:
         name: As operators call it, or None.
-        rows: Of the weight.
+        layer: The layer.
 
     Raises:
         ArgumentError: There is no such activation, or swiglu of rows that are no multiple of 16.
     """
+    rows = layer.out_features
     if name is not None and name not in (*ACTIVATIONS[1:], SWIGLU):
         raise ArgumentError(
             f"act={name!r}",
             need="one of " + ", ".join((*ACTIVATIONS[1:], SWIGLU)) + ", or None",
             hint=f"{ACTIVATIONS[1]!r}, or a module behind the layer",
         )
-    if name == SWIGLU and rows % 16:
+    if name == SWIGLU and isinstance(rows, int) and rows % 16:
         raise ArgumentError(
             f"act={name!r} for {rows} rows",
             need="a multiple of 16 rows, as interleave_gate_up makes them",

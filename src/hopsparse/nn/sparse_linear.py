@@ -106,7 +106,7 @@ class SparseLinear(nn.Module):
 
     bias: nn.Parameter | None
     keep_decoded: bool = True
-    _act: str | None = None
+    act: str | None = None
     _assembled: SparseMatrix | None
     _dense_counts: DenseCounts  # Of what was assembled last.
 
@@ -193,14 +193,9 @@ class SparseLinear(nn.Module):
         offset = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
         return cls(matrix, offset)
 
-    @property
-    def act(self) -> str | None:
-        """Activation that follows the product; setting it checks it."""
-        return self._act
-
-    @act.setter
-    def act(self, name: str | None) -> None:
-        self._act = checked_act(name, self.out_features)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Before nn.Module sees it, which would take a module for a child.
+        super().__setattr__(name, checked_act(value, self) if name == "act" else value)
 
     @property
     def matrix(self) -> SparseMatrix:
@@ -282,7 +277,7 @@ class SparseLinear(nn.Module):
         return cast(Tensor, getattr(self, self._form.VALUES)).dtype
 
     def _run(self, x: Tensor) -> Tensor:
-        form, act = self._form, self._act
+        form, act = self._form, self.act
         if isinstance(form, NM) and x.is_cuda:
             compiling = torch.compiler.is_compiling()
             packed = cast(NM, self.matrix) if compiling else self._packed()
@@ -342,9 +337,9 @@ class SparseLinear(nn.Module):
         weight = self._kept_weight()
         if weight is None and self._may_keep(packed):
             weight = self._decode(packed)
-        if (tokens, self._act) not in self._loaded:  # A capture that follows takes the kernel.
-            load_nm(packed, tokens, self._act)
-            self._loaded.add((tokens, self._act))
+        if (tokens, self.act) not in self._loaded:  # A capture that follows takes the kernel.
+            load_nm(packed, tokens, self.act)
+            self._loaded.add((tokens, self.act))
         return weight
 
     def _remember(self, matrix: SparseMatrix) -> None:
