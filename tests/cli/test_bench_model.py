@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from hopsparse.cli.bench_model import _print
+from hopsparse.models.throughput import Found
 from tests.cli.conftest import Run
 
 RunJson = Callable[..., Any]
@@ -35,6 +37,12 @@ def test_ways_of_a_real_folder_side_by_side(
     assert "4/4 2:4: decode 1 x 4, about 0 s left" in result.stderr
 
 
+def test_errors_in_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    error = "RuntimeError: [/usr/lib/x.so], shape [m, k]"
+    _print([Found("way", "phase", error=error)], "model")
+    assert error in " ".join(capsys.readouterr().out.split())
+
+
 def test_options_before_the_word_are_not_lost(run: Run) -> None:
     result = run("bench", "--tokens", 7, "model", "--config", "llama-3-8b")
     assert result.exit_code == 2
@@ -56,6 +64,8 @@ def test_what_is_no_dense_model_is_refused(run: Run, sparse_model: Path) -> None
         (("--config", "llama-4", "--device", "cpu"), "--config llama-4"),
         (("--config", "llama-3-8b", "--ways", "2:5"), "the way '2:5'"),
         (("--config", "llama-3-8b", "--decode", "8"), "--decode '8'"),
+        (("--config", "llama-3-8b", "--prefill", "\u00b2x8"), "--prefill '\u00b2x8'"),
+        (("--config", "llama-3-8b", "--prefill", "1x" + "9" * 5000), "--prefill '1x9"),
         (("--config", "llama-3-8b", "--decode", "", "--prefill", ""), "nothing to time"),
         (("--config", "llama-3-8b", "--rounds", 0), "--rounds 0"),
         (("--config", "llama-3-8b", "--device", "nowhere"), "device 'nowhere'"),

@@ -105,6 +105,24 @@ def test_only_the_likeliest_are_drawn() -> None:
     assert int(chosen(logits * 1e4, Sampling(temperature=1e-40), draws)) == 1
 
 
+def test_pieces_of_words_keep_their_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"\u2581": 0, "a": 1, "b": 2, "\u2581a": 3, "\u2581b": 4, "<unk>": 5}
+    merges = [("\u2581", "a"), ("\u2581", "b")]
+    made = Tokenizer(models.BPE(vocab=words, merges=merges, unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<unk>")
+    model = opened(sparse=False).model
+    writer = Generator(OpenedModel("words", model, tokenizer, "dense", 0, {}), 64)
+    ids = tokenizer("a b a")["input_ids"]
+    monkeypatch.setattr(writer, "tokens", lambda *_, **__: iter(ids[1:]))
+    assert "a" + "".join(writer.text("a")) == "a b a"
+    with pytest.raises(ArgumentError, match="text in UTF-8"):
+        writer.text("\udcff")
+
+
 def test_pieces_are_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened()
     writer = Generator(source, 64)

@@ -121,6 +121,13 @@ def test_import_is_light() -> None:
     assert {result.rsplit(" ", 1)[0] for result in results} == {"[] False"}
 
 
+def test_a_star_brings_every_public_name_and_no_other() -> None:
+    names: dict[str, object] = {}
+    exec("from hopsparse import *", names)
+    assert {"sparsify", "load", "fuse_blocks", "Recipe", "comm", "ops"} <= names.keys()
+    assert not {"Any", "TYPE_CHECKING", "import_module"} & names.keys()
+
+
 def test_import_contracts_hold() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

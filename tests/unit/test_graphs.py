@@ -226,6 +226,11 @@ def test_gradients_are_refused_and_none_are_made() -> None:
         (torch.ones(2, 2), (), r"buckets=\(\)"),
         (torch.ones(2, 2), (0, 2), r"buckets=\(0, 2\)"),
         (torch.ones(2, 2), (True,), r"buckets=\(True,\)"),
+        (torch.ones(2, 2), 5, "buckets=5"),
+        (torch.ones(2, 2), [1, "a"], r"buckets=\(1, 'a'\)"),
+        (torch.ones(2, 2), [None, 4], r"buckets=\(None, 4\)"),
+        (None, None, "inputs of NoneType"),
+        (5, None, "inputs of int"),
         (torch.tensor(1.0), (1,), r"an example of shape \[\]"),
         (torch.ones(0, 2), (1,), r"an example of shape \[0, 2\]"),
     ],
@@ -233,6 +238,11 @@ def test_gradients_are_refused_and_none_are_made() -> None:
 def test_what_cannot_be_captured_is_refused(example: Any, buckets: Any, told: str) -> None:
     with pytest.raises(ArgumentError, match=told):
         capture(double, example, buckets=buckets)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="fn=None"):
+        capture(None, torch.ones(1))  # type: ignore[arg-type]
 
 
 def test_inputs_with_a_row_for_each_token() -> None:
