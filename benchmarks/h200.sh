@@ -21,7 +21,7 @@ python=${PYTHON:-python3}
 run() {
   local limit=$1
   shift
-  timeout -s INT "$limit" "$@" || echo "ended with $?"
+  timeout -s INT "$limit" "$@" || failed=$?
 }
 bench() { run "$1" "$python" "benchmarks/$2.py" --out "$out/$3.jsonl" "${@:4}"; }
 tests() { run "$1" "$python" -m pytest -v -p no:cacheprovider "${@:2}"; }
@@ -71,7 +71,7 @@ step() {
 }
 
 for name in "${@:-${steps[@]}}"; do
-  began=$SECONDS
-  step "$name" >"$out/$name.log" 2>&1
-  echo "$name: $((SECONDS - began)) s, rc $?: $(tail -n 1 "$out/$name.log" | cut -c1-140)"
+  began=$SECONDS failed=0
+  step "$name" >"$out/$name.log" 2>&1 || failed=$?
+  echo "$name: $((SECONDS - began)) s, rc $failed: $(tail -n 1 "$out/$name.log" | cut -c1-140)"
 done

@@ -23,6 +23,13 @@ def test_leaving_nothing_is_nothing() -> None:
     leave()
 
 
+def test_a_store_that_outlives_a_group_serves_the_next_one_too() -> None:
+    started = time.monotonic()
+    found = on_ranks(comm_ends.left_twice, 2)
+    assert found == [False] * 2
+    assert time.monotonic() - started > 2 * comm_ends.LATE_S
+
+
 def test_a_rank_that_dies_in_a_backward_pass_is_noticed() -> None:
     """Its exchange is finished by a callback, which must tell the backward pass of the other."""
     first, second = on_ranks(comm_ends.dying_in_backward, 2)

@@ -92,6 +92,20 @@ def test_sixteen_times_none_and_then_two_blocks(device: torch.device) -> None:
     check(device, shape, sequences, torch.tensor([[[-1] * 16 + [3, 7], [-1] * 18]]), 16)
 
 
+def test_tables_and_lengths_of_any_strides(device: torch.device) -> None:
+    """Servers slice what they hold for more sequences and longer ones."""
+    q, cache = problem(device, [500, 60, 333])
+    wide = torch.full((3, cache.table.shape[1] + 5), -1, dtype=torch.int32, device=device)
+    wide[:, : cache.table.shape[1]] = cache.table
+    apart = torch.zeros(6, dtype=torch.int32, device=device)
+    apart[::2] = cache.lengths
+    other = replace(cache, table=wide[:, : cache.table.shape[1]], lengths=apart[::2])
+    for mine, right in zip(
+        attend_decode(q, other, block=32), attend_decode(q, cache, block=32), strict=True
+    ):
+        assert torch.equal(mine, right)
+
+
 def test_physical_pages_may_be_anywhere(device: torch.device) -> None:
     shape = Shape(heads=8, kv_heads=2, dim=128)
     sequences = tokens_of(shape, [500, 60], torch.bfloat16)

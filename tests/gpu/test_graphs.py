@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hopsparse
 from hopsparse.errors import UnsupportedError
-from hopsparse.formats import NM, NMPattern
+from hopsparse.formats import BSR, NM, NMPattern
 from hopsparse.graphs import Captured, accelerate, capture, fuse_activations
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import quantize_rows, spmm_nm
@@ -132,6 +132,24 @@ def test_weights_changed_in_place_are_seen_and_replaced_ones_after_recapture(
     model.load_state_dict(copy.deepcopy(chain(2)).state_dict(), assign=True)
     run.recapture()
     assert torch.equal(run(x), model(x))
+
+
+def test_blocks_that_change_are_seen_by_their_graph(device: torch.device) -> None:
+    """Their layout is a copy too; it is written again in place by the next call outside."""
+    keep = torch.rand(32, 32, device=device) < 0.1
+    dense = torch.randint(1, 3, (2048, 2048), device=device).bfloat16()
+    dense *= keep.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    layer = SparseLinear(BSR.from_dense(dense, (64, 64)))
+    x = torch.randint(-2, 3, (1024, 2048), device=device).bfloat16()
+    assert layer.plan(x).name == "kernel"
+    run = capture(layer, x)
+    assert torch.equal(run(x), layer(x))
+    layer.values.mul_(2)
+    with pytest.warns(UserWarning, match="has changed"):
+        twice = run(x)
+    assert torch.equal(twice, layer(x))
+    assert run.plan(x).name == "graph"
+    assert torch.equal(run(x), twice)
 
 
 @pytest.mark.parametrize("fmt", ["csr", "nm"])

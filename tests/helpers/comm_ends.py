@@ -25,6 +25,21 @@ def left(rank: int) -> bool:
     return dist.is_initialized()
 
 
+def left_twice(rank: int) -> bool:
+    """The same with a second group over the first one's store, as torchrun's lives on."""
+    assert dist.group.WORLD is not None
+    store, ranks = dist.group.WORLD.get_group_store(), dist.get_world_size()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    for number in range(2):
+        if number:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        aggregate(torch.ones(5000))
+        time.sleep(1.5 * LATE_S * rank)
+        leave()
+    return dist.is_initialized()
+
+
 def dying_in_backward(rank: int) -> list[int]:
     """Rank 1 is killed between two layers of a backward pass; how often others came to an end."""
     torch.manual_seed(0)

@@ -180,6 +180,21 @@ def test_a_key_that_is_nan_shows_in_the_block_that_holds_it() -> None:
     assert indices.tolist() == [[[1]]]
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_never_certified_to_be_nothing(odd: float) -> None:
+    """Outside it may be all; a certified choice takes it first, and the newest block as well."""
+    torch.manual_seed(0)
+    keys, lengths = torch.randn(1, 1, 256, 16), torch.tensor([256]).int()
+    keys[0, 0, 100, 3] = odd
+    masses = block_masses(torch.randn(1, 2, 16), kept(keys, lengths), lengths)
+    some = torch.tensor([[[0, 1, 15]]]).int()
+    assert missed_mass(masses, some, torch.tensor([[3]]).int()).tolist() == [[1.0, 1.0]]
+    indices, counts, bound = select_certified(masses, 0.05, kv_heads=1, sink=1, recent=1, most=4)
+    chosen = indices[0, 0, : int(counts[0, 0])].tolist()
+    assert {0, 6, 15} <= set(chosen)
+    assert (bound > 0.05).all()
+
+
 def test_heads_share_the_block_that_any_of_them_needs() -> None:
     keys = torch.zeros(1, 1, 64, 2)
     keys[0, 0, 5, 0], keys[0, 0, 40, 1] = 9.0, 9.0

@@ -247,7 +247,10 @@ def prepare(state: HybridState, part: Part, ranks: int) -> Pending:
     layout = Layout.of(numel, options, kept.steps, ranks)
     with state.counters.timed("select_ms"):
         gradient, velocity = corrected(state, kept, part.gradient, ranks)
-        residual = None if kept.residual is None else kept.residual.to(gradient.device)
+        if kept.residual is not None:
+            # What was loaded lies on the CPU.
+            kept.residual = kept.residual.to(gradient.device)
+        residual = kept.residual
         if layout.is_dense:
             values = torch.add(gradient, 0 if residual is None else residual).float()
             local = torch.zeros(layout.padded, device=values.device)
@@ -276,7 +279,8 @@ def corrected(
         return given, None
     given = given.float()
     if kept.velocity is not None:
-        given = torch.add(given, kept.velocity.to(given.device), alpha=options.momentum)
+        kept.velocity = kept.velocity.to(given.device)
+        given = torch.add(given, kept.velocity, alpha=options.momentum)
     return given, given.clone()
 
 

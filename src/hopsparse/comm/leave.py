@@ -35,14 +35,17 @@ def leave(timeout_s: float = _TIMEOUT_S) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
-    if store.add("hopsparse_arrived", 1) == ranks:
-        store.set("hopsparse_all_arrived", "1")
-    store.wait(["hopsparse_all_arrived"], timedelta(seconds=timeout_s))
+    # A store may outlive the group, and serve the next one of the same process.
+    arrived = store.add("hopsparse_arrived", 1)
+    round_ = (arrived - 1) // ranks
+    if arrived == (round_ + 1) * ranks:
+        store.set(f"hopsparse_all_arrived_{round_}", "1")
+    store.wait([f"hopsparse_all_arrived_{round_}"], timedelta(seconds=timeout_s))
     left = store.add("hopsparse_left", 1)
     if rank == 0:
         # It may host the store, which the others still ask.
         until = time.monotonic() + timeout_s
-        while left < ranks and time.monotonic() < until:
+        while left < (round_ + 1) * ranks and time.monotonic() < until:
             time.sleep(_POLL_S)
             left = store.add("hopsparse_left", 0)
     dist.destroy_process_group()

@@ -113,6 +113,16 @@ class BSR(SparseMatrix):
         check_shape(self.shape)
         _check_block(self.block, self.shape)
         self._check_parts()
+        self.check_indices()
+        for rows, where, line in self._pieces():
+            self._validate_padding(rows, where, line)
+
+    def check_indices(self) -> None:
+        """The part of `validate` that reads no values: pointers, bounds, order, alignment.
+
+        Raises:
+            FormatError: The first fact that does not hold.
+        """
         check_indptr(self.name, self.indptr, self.values.shape[0])
         unit = blocks_per_line(self.block, self.values.element_size())
         crooked = (self.indptr % unit != 0).nonzero()
@@ -125,7 +135,6 @@ class BSR(SparseMatrix):
             )
         for rows, where, line in self._pieces():
             self._validate_indices(rows.start // self.block[0] + line, where, unit)
-            self._validate_padding(rows, where, line)
 
     @classmethod
     def part_specs(

@@ -3,7 +3,7 @@
 from .driver import DeviceFacts, check, device_facts, require_driver
 from .early import EarlyStarts, Turn, starts_early
 from .graph import Graph, capture
-from .held import Held, hold, holding
+from .held import Held, hold, holding, is_holding
 from .kernel import Args, Bound, Kernel, KnownLaunches, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
@@ -31,6 +31,7 @@ __all__ = [
     "hold",
     "holding",
     "is_capturing",
+    "is_holding",
     "kernel_for",
     "max_active_blocks",
     "max_active_clusters",

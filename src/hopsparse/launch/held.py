@@ -11,18 +11,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from torch import Tensor
-
 
 class Held(NamedTuple):
     """A copy that a graph reads.
 
     Attributes:
-        copy: It lives while this does.
+        copy: A tensor, or what holds several; it lives while this does.
         is_current: Whether what it was made of is unchanged.
     """
 
-    copy: Tensor
+    copy: object
     is_current: Callable[[], bool]
 
 
@@ -40,11 +38,16 @@ def holding() -> Iterator[list[Held]]:
         _HOLDING.reset(token)
 
 
-def hold(copy: Tensor, is_current: Callable[[], bool]) -> None:
+def is_holding() -> bool:
+    """Whether a capture wants to be told of copies, so that telling it is worth the while."""
+    return _HOLDING.get() is not None
+
+
+def hold(copy: object, is_current: Callable[[], bool]) -> None:
     """Tell a capture, if there is one, of a copy that is read.
 
     Args:
-        copy: What is read.
+        copy: A tensor that is read, or what holds several.
         is_current: Whether what it was made of is unchanged.
 
     Example:

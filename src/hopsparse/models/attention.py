@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..ops import PagedKV, attend_decode, attend_prefill, contiguous_pages
+from ..ops import COMPUTE_DTYPES, PagedKV, attend_decode, attend_prefill, contiguous_pages
 from .attention_choice import choose, choose_tiles, key_blocks
 from .attention_config import IMPLEMENTATION, AttentionConfig
 
@@ -48,9 +48,9 @@ def attend(
         [batch, tokens, heads, dim] and None.
     """
     config = AttentionConfig.of(module.config)
-    if not _may_be_sparse(module, (query, key, value), attention_mask, dropout, options) or (
-        key.shape[2] <= config.crossover or (query.shape[2] > 1 and not config.prefill)
-    ):
+    # First what costs nothing: a mask is looked at on its device.
+    short = key.shape[2] <= config.crossover or (query.shape[2] > 1 and not config.prefill)
+    if short or not _may_be_sparse(module, (query, key, value), attention_mask, dropout, options):
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -78,7 +78,7 @@ def _may_be_sparse(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if dropout or not causal or any(options.get(name) for name in _FOREIGN):
         return False
-    if key.shape[-1] != value.shape[-1]:
+    if key.shape[-1] != value.shape[-1] or query.dtype not in COMPUTE_DTYPES:
         return False
     return mask is None or _is_causal(mask, query.shape[2], key.shape[2])
 

@@ -98,7 +98,15 @@ page of 64, at least 192: 1 sink, 1 recent and one more. Try: 192.
                 need="a model of transformers",
                 hint="AutoModelForCausalLM.from_pretrained(...)",
             )
-        setattr(model.config, ENTRY, asdict(self))
+        # A model of several kinds has a config for each; layers read their own.
+        configs = {id(model.config): model.config}
+        configs |= {
+            id(found): found
+            for module in model.modules()
+            if (found := getattr(module, "config", None)) is not None
+        }
+        for config in configs.values():
+            setattr(config, ENTRY, asdict(self))
         model.set_attn_implementation(IMPLEMENTATION)
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formats import BSR, NM, Quantized, SparseMatrix
+from ..ops._call import ACTIVATIONS
 from ..ops.spmm_bsr.ahead import prepare as prepare_bsr
 from ..ops.spmm_nm.ahead import prepare as prepare_nm
 from ..ops.spmm_nm.dense import counts_of
@@ -26,7 +27,7 @@ def prepare_kernels(
         Whether some of those calls multiply by the decoded weight all the same.
     """
     if isinstance(matrix, BSR):
-        return not prepare_bsr(matrix, tokens, act=act)
+        return not prepare_bsr(matrix, tokens, act=act if act in ACTIVATIONS else None)
     if isinstance(matrix, NM) and prepare_nm(matrix, tokens, act=act):
         return counts_of(matrix).reach(tokens)
     return not (isinstance(matrix, Quantized) and prepare_codes(matrix, tokens, bias, act))

@@ -7,9 +7,10 @@ from typing import cast
 from torch import Tensor, nn
 
 from ..formats import BSR
-from ..ops._call import is_plain
-from ..ops._product import check_inputs
+from ..ops._call import ACTIVATIONS, is_plain
+from ..ops._product import check_inputs, check_weight
 from ..ops.spmm_bsr import op as spmm_bsr
+from ..ops.spmm_nm.reference import apply_activation
 
 
 def product_of_blocks(
@@ -40,7 +41,9 @@ def product_of_blocks(
     check_inputs("linear", matrix, x, bias)
     if x.numel() == 0 or not spmm_bsr.uses_kernel(matrix, x, kept=True):
         return None
-    return spmm_bsr.run_kernel(matrix, x, bias, act or "none")
+    fused = act if act in ACTIVATIONS else None  # swiglu folds columns, which no strip does
+    y = spmm_bsr.run_kernel(matrix, x, bias, fused or "none")
+    return y if fused == act else apply_activation(y, act or "none")
 
 
 def _put_together(layer: nn.Module, form: BSR) -> BSR:
@@ -49,5 +52,6 @@ def _put_together(layer: nn.Module, form: BSR) -> BSR:
         getattr(layer, name) is not part for name, part in known.parts().items()
     ):
         known = form.with_parts({name: getattr(layer, name) for name in form.parts()})
+        check_weight("linear", known, BSR)
         layer.__dict__["_assembled"] = known
     return known

@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..formats.csr import CSR
+from ..launch import is_capturing
 
 #: How neighbours are put together.
 AGGREGATIONS = ("gcn", "mean", "sum")
@@ -50,6 +51,7 @@ class Aggregation:
 
         Raises:
             ArgumentError: They are no edges between so many nodes, or there is no such kind.
+            UnsupportedError: A CUDA graph is being captured.
 
         Example:
             >>> chain = Aggregation.from_edges(torch.tensor([[0, 1], [1, 2]]), 3, "sum")
@@ -57,6 +59,12 @@ class Aggregation:
             [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
         """
         _check_edges(edges, nodes, kind)
+        # What is kept of a graph serves calls that train, whatever mode it was first seen in.
+        with torch.inference_mode(False), torch.no_grad():
+            return cls._sorted(edges, nodes, kind)
+
+    @classmethod
+    def _sorted(cls, edges: Tensor, nodes: int, kind: str) -> Self:
         source, target = edges.long()
         number = torch.arange(source.numel(), device=edges.device)
         if kind == "gcn":
@@ -97,8 +105,10 @@ class Aggregation:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if weight is None:
             if dtype not in self._known:
-                ones = torch.ones_like(self.matrix.values, dtype=wide)
-                self._known[dtype] = self._weighted(ones).to(dtype)
+                # A tensor of inference mode could not serve a later call that trains.
+                with torch.inference_mode(False), torch.no_grad():
+                    ones = torch.ones_like(self.matrix.values, dtype=wide)
+                    self._known[dtype] = self._weighted(ones).to(dtype)
             return self._known[dtype]
         if weight.shape != (self.edges,) or not weight.is_floating_point() or self.kind == "mean":
             raise ArgumentError(
@@ -114,7 +124,8 @@ class Aggregation:
         if self.kind == "sum":
             return weight
         counts = self.matrix.row_counts()
-        row = torch.repeat_interleave(counts)
+        # Told how many there are, it does not ask the device.
+        row = torch.repeat_interleave(counts, output_size=self.order.numel())
         if self.kind == "mean":
             return weight / counts.clamp(min=1).to(weight.dtype)[row]
         degree = torch.zeros_like(counts, dtype=weight.dtype).index_add(0, row, weight)
@@ -138,6 +149,12 @@ def _check_edges(edges: Tensor, nodes: int, kind: str) -> None:
             f"edges {told}",
             need="int64 or int32 [2, edges], sources before targets",
             hint="edge_index of torch_geometric, or torch.stack((sources, targets))",
+        )
+    if edges.is_cuda and is_capturing(edges.get_device()):
+        raise UnsupportedError(
+            "edges that are new, while a CUDA graph is captured",
+            need="a graph that was sorted before",
+            hint="one call with these edges before the capture",
         )
     limit = torch.iinfo(torch.int32).max
     least, most = (int(end) for end in edges.aminmax()) if edges.numel() else (0, -1)

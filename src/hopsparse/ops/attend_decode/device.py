@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,9 @@ def run(q: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float) -> tu
         CompileError: The kernel does not compile.
     """
     q = q.contiguous()
+    # The kernel steps through the pages of a sequence one by one.
+    table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
+    cache = replace(cache, table=table, lengths=lengths)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     contiguous = tuple(None if each is None else each.contiguous() for each in lists)
     enqueue((out, lse), q, cache, (contiguous[0], contiguous[1]), block, scale)

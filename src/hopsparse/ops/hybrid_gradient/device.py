@@ -35,11 +35,9 @@ def run(
     """
     gradient = gradient.contiguous()
     residual = None if residual is None else residual.contiguous()
-    results = empty_results(gradient, k, remainder, every, phase)
-    rest, n = results[5], gradient.numel()
     # A warp writes 512 values at a time, whatever the blocks are.
-    whole = rest.new_empty(-(-n // plan.STRIP) * plan.STRIP)
-    results[5] = whole[: rest.numel()]
+    results = empty_results(gradient, k, remainder, every, phase, plan.STRIP)
+    n = gradient.numel()
     workspace = gradient.new_empty(plan.Workspace.of(n).nbytes, dtype=torch.uint8)
     enqueue(results, workspace, gradient, residual, k, remainder, every, phase)
     return results

@@ -16,19 +16,24 @@ run_reference = reference.hybrid_gradient
 
 
 def empty_results(
-    gradient: Tensor, k: int, remainder: str | None, every: int, phase: int
+    gradient: Tensor, k: int, remainder: str | None, every: int, phase: int, strip: int = 1
 ) -> list[Tensor]:
-    """Tensors as the operator returns them, of which nothing is written."""
+    """Tensors as the operator returns them, of which nothing is written.
+
+    Behind `rest` there is room up to a multiple of `strip` values.
+    """
     coder, n = None if remainder is None else CODERS[remainder], gradient.numel()
     rows = reference.rows_of(n, coder, every, phase)
     code_bytes = 0 if coder is None else coder.code_bytes
+    values = reference.padded(n, coder)
+    rest = gradient.new_empty(-(-max(n, values) // strip) * strip, dtype=torch.float32)
     return [
         gradient.new_empty(k, dtype=torch.float32),
         gradient.new_empty(chunk_count(n), dtype=torch.int32),
         gradient.new_empty(k, dtype=torch.int16),
         gradient.new_empty((rows, code_bytes), dtype=torch.uint8),
         gradient.new_empty(rows, dtype=torch.bfloat16),
-        gradient.new_empty(reference.padded(n, coder), dtype=torch.float32),
+        rest[:values],
         gradient.new_empty(1, dtype=torch.uint8),
     ]
 

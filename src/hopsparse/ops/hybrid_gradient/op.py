@@ -66,11 +66,11 @@ def hybrid_gradient(
 
 
 def _check_choice(n: int, k: int, remainder: str | None, every: int, phase: int) -> None:
-    if not 0 <= k <= n:
+    if type(k) is not int or not 0 <= k <= n:
         raise ArgumentError(
             f"hybrid_gradient: k = {k} of {n} values",
             need="0 to the number of values",
-            hint=f"k = {max(0, min(k, n))}",
+            hint=f"k = {max(0, min(int(k), n))}",
         )
     if remainder is not None and remainder not in CODERS:
         raise ArgumentError(

@@ -123,8 +123,11 @@ def _order(masses: Masses, kv_heads: int, sink: int, recent: int) -> tuple[Tenso
     batch, heads, blocks = masses.upper.shape
     upper = masses.upper.view(batch, kv_heads, heads // kv_heads, blocks)
     whole = masses.lower.logsumexp(-1).view(batch, kv_heads, -1, 1)
-    exists = upper > -torch.inf
-    worth = (upper - whole).where(exists, -torch.inf).nan_to_num(nan=torch.inf).amax(2)
+    exists = upper != -torch.inf
+    # Blocks with what is not finite come first, behind those that are forced: they may hold all.
+    largest = torch.finfo(upper.dtype).max
+    worth = (upper - whole.where(whole.isfinite(), 0.0)).where(exists, -torch.inf)
+    worth = worth.nan_to_num(nan=largest, posinf=largest, neginf=-torch.inf).amax(2)
     there = exists.any(2)
     number = torch.arange(blocks, device=upper.device)
     ends = there.sum(-1, keepdim=True)
@@ -135,13 +138,17 @@ def _order(masses: Masses, kv_heads: int, sink: int, recent: int) -> tuple[Tenso
 
 
 def _part(outside: Tensor, inside: Tensor) -> Tensor:
-    """exp(outside) / (exp(outside) + exp(inside)); 0 where nothing is outside, 1 where all is."""
+    """exp(outside) / (exp(outside) + exp(inside)); 0 where nothing is outside, 1 where all is.
+
+    Also 1 where NaN is outside, which no one can tell from all.
+    """
     part = torch.sigmoid(outside - inside).nan_to_num(nan=1.0)
-    return part.where(outside > -torch.inf, 0.0)
+    return part.where(outside != -torch.inf, 0.0)
 
 
 def _rounded_up(part: Tensor) -> Tensor:
-    above = torch.nextafter((part * (1 + _SMALL)).float(), torch.tensor(2.0, device=part.device))
+    two = torch.full((), 2.0, dtype=torch.float32, device=part.device)  # made there, in a graph too
+    above = torch.nextafter((part * (1 + _SMALL)).float(), two)
     return above.where(part > 0, 0.0).clamp(max=1.0)
 
 

@@ -59,7 +59,10 @@ def ranges(q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float) -> Range
     means = blocks.total / counts.clamp(min=1)[:, None, :, None]
 
     def scores(of: Tensor, keys: Tensor) -> Tensor:
-        return (of @ keys.transpose(-1, -2)).reshape(batch, heads, count)
+        # In float64, which is no more precise than is claimed: float32 products of a GPU may run in
+        # TF32, with half of the bits.
+        product = of.double() @ keys.double().transpose(-1, -2)
+        return product.float().reshape(batch, heads, count)
 
     # The product with the scale, 2 dim products and their sum; the sum of a block in any order.
     terms = (2 * dim + blocks.block + 8) * _UNIT

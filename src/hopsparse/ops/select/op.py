@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
@@ -94,6 +95,8 @@ def _limit(top_p: Any, threshold: Any, scores: Tensor) -> tuple[str, Tensor | No
         by, name, wanted = "mass", "top_p", top_p
     elif threshold is not None:
         by, name, wanted = "threshold", "threshold", threshold
+    if isinstance(wanted, float):
+        wanted = ctypes.c_float(wanted).value  # Beyond float32 it is infinite.
     limits, number = _row_numbers(name, wanted, scores, torch.float32)
     return by, limits, float(number)
 

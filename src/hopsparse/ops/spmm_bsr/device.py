@@ -28,7 +28,7 @@ from ...plan import Target, parse_target
 from ...tune import machine_of
 from .kernel import SCALARS, Config
 from .plan import Problem, spec_of
-from .ready import layout_of, ready
+from .ready import keep_for_graph, layout_of, ready
 from .schedule import raster_group, rows_of_x, token_tiles
 from .strips import Strips
 
@@ -259,6 +259,7 @@ def run(
     if tokens == 0:
         return y
     (strips, values), device = ready(w), x.get_device()
+    keep_for_graph(w)
     x, row = _readable(x, k)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _on_16_bytes(residual)

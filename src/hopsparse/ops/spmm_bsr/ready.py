@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats.bsr import BSR
+from ...launch import hold, is_capturing, is_holding
 from ...plan import Target
 from .._product import check_capture, finish_decoding
 from .plan import Decision, Problem, candidates, decide
 from .strips import Strips, strips_of
 
-_HINT = "the same call once before the capture, and no change of w in between"
+_HINT = "a SparseLinear, or one call with config= before the capture, and in it; w as it was then"
 _LEAST_CLASS = 16
 
 
@@ -74,6 +76,12 @@ class _Known:
     ready: Ready
     values_version: int = -1
 
+    def is_current(self, values: Tensor) -> bool:
+        """Whether the weight still is what was laid out; `values` are those it was found by."""
+        versions = tuple(part._version for part in self.pattern)
+        fits = self.values_version == values._version and self.facts[-2:] == versions
+        return fits and _KNOWN.get(values) is self
+
 
 # By the tensor of the values: a layer puts its matrix together anew at every call, and the parts of
 # a program that torch compiled come without one.
@@ -120,9 +128,26 @@ def ready(w: BSR) -> tuple[Strips, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         packed = made.strips.pack(w.values)
         made.values = values = packed if values is None else values.copy_(packed)
-    known.values_version = version
     finish_decoding(values)
+    known.values_version = version  # Last: other threads may take it from now on.
     return made.strips, values
+
+
+# What graphs read that nobody watches over.
+_CAPTURED: dict[int, _Known] = {}
+
+
+def keep_for_graph(w: BSR) -> None:
+    """Keep what a capture reads of a weight for as long as its graph, if one is under way.
+
+    Args:
+        w: As `ready` was given it.
+    """
+    known: _Known = _KNOWN[w.values]
+    if is_holding():
+        hold(known, partial(known.is_current, w.values))
+    elif w.values.is_cuda and is_capturing(w.values.get_device()):
+        _CAPTURED[id(known)] = known
 
 
 def _known(w: BSR) -> _Known:
@@ -137,6 +162,7 @@ def _known(w: BSR) -> _Known:
     ):
         return known
     check_capture(w, _HINT)
+    w.check_indices()
     with torch.inference_mode(False), torch.no_grad():
         known = _Known(facts, (indices, indptr), Ready(strips_of(w)))
     finish_decoding(w.values)  # Calls on any stream may read it from now on.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from ...launch import is_capturing
+from ...launch import hold, is_capturing, is_holding
 from .._product import COMPUTE_DTYPES, finish_decoding, is_hopper
 from . import reference
 from .packed import Packed, pack
@@ -43,10 +43,11 @@ def pattern_of(indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
     """
     found = _PATTERNS.find((indptr, indices), cols)
     if found is None:
-        _refuse_in_capture(indices)
+        refuse_in_capture(indices)
         found = _PATTERNS.make(indptr, indices, cols)
         finish_decoding(found.schedule.spans)
-    _pin(found, indices)
+        _PATTERNS.keep(found, (indptr, indices), cols)  # Last: threads may take it from now on.
+    _pin(found, _PATTERNS, (indptr, indices), cols)
     return found
 
 
@@ -78,10 +79,11 @@ def _csr_matmul(
 def _csr_matmul_t(indptr: Tensor, indices: Tensor, values: Tensor, x: Tensor, cols: int) -> Tensor:
     indptr, indices = _near(indptr, indices)
     pattern = pattern_of(indptr, indices, cols)
-    if pattern.transposed is None:
-        _refuse_in_capture(indices)
-        finish_decoding(pattern.transpose(indptr, indices).schedule.spans)
-    across = pattern.transpose(indptr, indices)
+    if (across := pattern.transposed) is None:
+        refuse_in_capture(indices)
+        across = pattern.transpose(indptr, indices)
+        finish_decoding(across.schedule.spans)
+        pattern.transposed = across
     # At every call: values that are trained change, and by `.data` without a trace.
     ordered = values[across.order]
     if not runs_kernel(x) or cols == 0:
@@ -130,16 +132,22 @@ def _packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Pa
     parts = (indptr, indices, values)
     tried, found = known_packed(*parts, cols)
     if not tried:
-        _refuse_in_capture(indices)
-        found = _PACKED.keep(pack(*parts, cols), parts, cols)
+        refuse_in_capture(indices)
+        found = pack(*parts, cols)
         if found is not None:
             finish_decoding(found.values)
-    _pin(found, indices)
+        _PACKED.keep(found, parts, cols)
+    _pin(found, _PACKED, parts, cols)
     return found
 
 
-def _pin(found: object, indices: Tensor) -> None:
-    if indices.is_cuda and is_capturing(indices.get_device()):
+def _pin(found: object, known: ByMemory[Any], parts: tuple[Tensor, ...], cols: int) -> None:
+    """Keep what a capture reads for as long as its graph, if one is under way."""
+    if found is None:
+        return
+    if is_holding():
+        hold(found, lambda: known.find(parts, cols) is found)
+    elif parts[0].is_cuda and is_capturing(parts[0].get_device()):
         _CAPTURED[id(found)] = found
 
 
@@ -159,7 +167,12 @@ def _spmm_csr(
     return _csr_matmul(indptr, indices, values, x.T, bias).T.contiguous()
 
 
-def _refuse_in_capture(indices: Tensor) -> None:
+def refuse_in_capture(indices: Tensor) -> None:
+    """Refuse to work something out while a CUDA graph is captured, before the stream is touched.
+
+    Raises:
+        UnsupportedError: One is.
+    """
     if indices.is_cuda and is_capturing(indices.get_device()):
         raise UnsupportedError(
             "a CSR matrix that is new, while a CUDA graph is captured",

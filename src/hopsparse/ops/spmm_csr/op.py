@@ -31,7 +31,8 @@ _TORCH_LAYOUTS = {torch.sparse_csr: CSR, torch.sparse_csc: CSC}
 _DECODED = "w is decoded at every call for PyTorch's product"
 _NEED = "a CSR, CSC or HYB matrix, or a 2-D torch.sparse_csr or torch.sparse_csc tensor"
 # What a HYB matrix became, as long as it lives.
-_CONVERTED: WeakKeyDictionary[HYB, CSR] = WeakKeyDictionary()
+# With the versions of the parts that it was made of.
+_CONVERTED: WeakKeyDictionary[HYB, tuple[list[int], CSR]] = WeakKeyDictionary()
 
 
 def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -269,9 +270,18 @@ def _converted(op: str, a: HYB) -> CSR:
             need="values without, or another format",
             hint='hopsparse.formats.convert(a, "csr")',
         )
-    if a not in _CONVERTED:
-        _CONVERTED[a] = cast(CSR, convert(a, "csr"))
-    return _CONVERTED[a]
+    # Without a count of changes, as in inference mode, a matrix is converted at every call.
+    parts = a.parts().values()
+    counted = not any(part.is_inference() for part in parts)
+    versions = [part._version for part in parts] if counted else []
+    known = _CONVERTED.get(a)
+    if known is not None and counted and known[0] == versions:
+        return known[1]
+    dispatch.refuse_in_capture(a.ell_values)
+    with torch.inference_mode(False), torch.no_grad():
+        made = cast(CSR, convert(a, "csr"))
+    _CONVERTED[a] = versions, made
+    return made
 
 
 def _check_features(op: str, name: str, x: Tensor, rows: int, like: Tensor | None) -> None:

@@ -60,7 +60,7 @@ class Pattern:
     Attributes:
         shape: Rows and columns.
         schedule: Of the rows.
-        transposed: Made when a gradient first needs it.
+        transposed: Kept when a gradient first needed it.
     """
 
     shape: tuple[int, int]
@@ -68,16 +68,14 @@ class Pattern:
     transposed: Transposed | None = None
 
     def transpose(self, indptr: Tensor, indices: Tensor) -> Transposed:
-        """The transposed pattern; sorts the entries at the first call."""
-        if self.transposed is None:
-            order = torch.argsort(indices, stable=True)
-            counts = torch.bincount(indices, minlength=self.shape[1])
-            starts = torch.zeros(self.shape[1] + 1, dtype=torch.int64, device=indices.device)
-            torch.cumsum(counts, 0, out=starts[1:])
-            row = torch.repeat_interleave(indptr.diff())[order].to(indices.dtype)
-            starts = starts.to(indptr.dtype)
-            self.transposed = Transposed(starts, row, order, cut(starts))
-        return self.transposed
+        """The transposed pattern, sorted anew; whoever waits for it keeps it."""
+        order = torch.argsort(indices, stable=True)
+        counts = torch.bincount(indices, minlength=self.shape[1])
+        starts = torch.zeros(self.shape[1] + 1, dtype=torch.int64, device=indices.device)
+        torch.cumsum(counts, 0, out=starts[1:])
+        row = torch.repeat_interleave(indptr.diff())[order].to(indices.dtype)
+        starts = starts.to(indptr.dtype)
+        return Transposed(starts, row, order, cut(starts))
 
 
 def check_indices(indptr: Tensor, indices: Tensor, cols: int) -> None:
@@ -119,7 +117,10 @@ class ByMemory(Generic[Found]):
     def find(self, tensors: Sequence[Tensor], *facts: object) -> Found | None:
         """What is kept for these, if they were neither freed nor changed since."""
         kept = self._known.get(_key(tensors, facts))
-        return kept.found if kept is not None and kept.holds(tensors) else None
+        if kept is None:
+            self._drop_freed()
+            return None
+        return kept.found if kept.holds(tensors) else None
 
     def has(self, tensors: Sequence[Tensor], *facts: object) -> bool:
         """Whether something is kept for these, if only that there is nothing."""
@@ -132,12 +133,16 @@ class ByMemory(Generic[Found]):
         What is kept for tensors that were freed is dropped.
         """
         memory = [Memory(each) for each in tensors]
+        self._drop_freed()
+        with self._lock:
+            self._known[_key(tensors, facts)] = _Kept(memory, _versions(tensors), found)
+        return found
+
+    def _drop_freed(self) -> None:
         with self._lock:
             for key, kept in list(self._known.items()):
                 if any(each.is_freed for each in kept.memory):
                     del self._known[key]
-            self._known[_key(tensors, facts)] = _Kept(memory, _versions(tensors), found)
-        return found
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,13 @@ class Patterns(ByMemory[Pattern]):
     """Patterns by index tensors and columns."""
 
     def make(self, indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
-        """Check and cut a matrix, and keep what was found. It waits for the device.
+        """Check and cut a matrix; whoever waits for it keeps it.
 
         Raises:
             FormatError: See `check_indices`.
         """
         check_indices(indptr, indices, cols)
-        pattern = Pattern((indptr.numel() - 1, cols), cut(indptr))
-        return self.keep(pattern, (indptr, indices), cols)
+        return Pattern((indptr.numel() - 1, cols), cut(indptr))
 
 
 def _key(tensors: Sequence[Tensor], facts: tuple[object, ...]) -> tuple[object, ...]:
