@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopsparse.errors import ArgumentError
+from hopsparse.errors import ArgumentError, FormatError
 from hopsparse.formats import BSR
 from hopsparse.ops.spmm_bsr.kernel import Config, deepest, stores_directly
 from hopsparse.ops.spmm_bsr.ready import layout_of, ready
@@ -162,8 +162,11 @@ class TestReady:
     def test_changed_columns_are_seen(self) -> None:
         w = self.made()
         strips, _ = ready(w)
-        w.indices.copy_(w.indices.flip(0))
+        w.indices.add_(0)
         assert ready(w)[0] is not strips
+        w.indices.copy_(w.indices.flip(0))
+        with pytest.raises(FormatError, match="Required: rising block columns"):
+            ready(w)
 
     def test_it_goes_with_the_values(self) -> None:
         from hopsparse.ops.spmm_bsr import ready as module

@@ -321,4 +321,4 @@ class TestRefusals:
         monkeypatch.setattr(dispatch, "is_capturing", lambda device: True)
         on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
         with pytest.raises(UnsupportedError, match="same call once before the capture"):
-            dispatch._refuse_in_capture(on_gpu)  # type: ignore[arg-type]
+            dispatch.refuse_in_capture(on_gpu)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
@@ -95,8 +95,8 @@ def _limit(top_p: Any, threshold: Any, scores: Tensor) -> tuple[str, Tensor | No
         by, name, wanted = "mass", "top_p", top_p
     elif threshold is not None:
         by, name, wanted = "threshold", "threshold", threshold
-    if isinstance(wanted, float):
-        wanted = ctypes.c_float(wanted).value  # Beyond float32 it is infinite.
+    if isinstance(wanted, float) and abs(wanted) > torch.finfo(torch.float32).max:
+        wanted = math.copysign(math.inf, wanted)  # as float32 has it
     limits, number = _row_numbers(name, wanted, scores, torch.float32)
     return by, limits, float(number)
 
