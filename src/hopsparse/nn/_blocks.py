@@ -7,10 +7,9 @@ from typing import cast
 from torch import Tensor, nn
 
 from ..formats import BSR
-from ..ops._call import ACTIVATIONS, is_plain
+from ..ops._call import ACTIVATIONS, apply_activation, is_plain
 from ..ops._product import check_inputs, check_weight
 from ..ops.spmm_bsr import op as spmm_bsr
-from ..ops.spmm_nm.reference import apply_activation
 
 
 def product_of_blocks(

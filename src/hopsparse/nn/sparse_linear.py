@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ArgumentError
 from ..formats import BSR, NM, Attribute, Quantized, SparseMatrix
 from ..launch import hold
+from ..ops._call import apply_activation
 from ..ops._product import (
     Plan,
     check_inputs,
@@ -29,7 +30,6 @@ from ..ops.spmm_nm import op as spmm_nm
 from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.cost import counted
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
-from ..ops.spmm_nm.reference import apply_activation
 from ._ahead import prepare_kernels
 from ._blocks import product_of_blocks
 from ._codes import codes_plan, product_of_codes, put_together, rounded, takes_codes

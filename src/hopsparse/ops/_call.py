@@ -1,7 +1,4 @@
-"""What operators ask about a call: whether anyone records it, and what its epilogue may be.
-
-spmm_nm has the same questions in its own `op.py`, worded for its shortest way to a launch.
-"""
+"""What products ask about a call: who records it, and what its epilogue may be, and means."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError
+from ..formats import SparseMatrix
+from ._product import decompress, product
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-# Asked at every call: looked up once.
+# Asked at every call: looked up once, they take two thirds of the time.
 _modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
 
@@ -26,6 +25,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         >>> is_plain(torch.ones(1)), is_plain(torch.ones(1, requires_grad=True))
         (True, False)
     """
+    # Who records would miss a launch.
     if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces():
         return False
     grad = torch.is_grad_enabled()
@@ -35,6 +35,18 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
             return False
     return True
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether an operator must be seen: something is traced or recorded, or has another class.
+
+    Example:
+        >>> is_recorded(torch.ones(1)), is_recorded(torch.ones(1), None)
+        (False, False)
+    """
+    if torch.compiler.is_compiling() or _modes_of_torch() > 0 or _traces():
+        return True
+    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def is_transformed() -> bool:
@@ -48,7 +60,10 @@ def is_transformed() -> bool:
 
 
 def apply_activation(y: Tensor, activation: str) -> Tensor:
-    """One of `ACTIVATIONS`, in the precision of `y`; `gelu` is the one with erf."""
+    """One of `ACTIVATIONS`, in the precision of `y`; `gelu` is the one with erf.
+
+    `swiglu` makes silu(gate) * up of eight columns of gate, then eight of up: half as many.
+    """
     if activation == "relu":
         return F.relu(y)
     if activation == "gelu":
@@ -57,21 +72,54 @@ def apply_activation(y: Tensor, activation: str) -> Tensor:
         return F.gelu(y, approximate="tanh")
     if activation == "silu":
         return F.silu(y)
+    if activation == "swiglu":
+        gate, up = y.reshape(*y.shape[:-1], y.shape[-1] // 16, 2, 8).unbind(-2)
+        return (F.silu(gate) * up).flatten(-2)
     return y
 
 
+def finished_product(
+    w: SparseMatrix,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    alpha: float = 1,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Y = act(alpha * x @ w.T + bias) + residual; sums and epilogue in float32, rounded once."""
+    dense, out_dtype = decompress(w), out_dtype or x.dtype
+    plain = activation == "none" and alpha == 1 and residual is None
+    if plain and out_dtype == x.dtype:
+        return product(dense, x, bias)
+    wide = F.linear(x.to(torch.float32), dense.to(torch.float32)) * alpha
+    if bias is not None:
+        wide = wide + bias.to(torch.float32)
+    wide = apply_activation(wide, activation)
+    if residual is not None:
+        wide = wide + residual.to(torch.float32)
+    return wide.to(out_dtype)
+
+
 def check_epilogue(
-    op: str, out: int, x: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype
+    op: str,
+    out: int,
+    x: Tensor,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    known: tuple[str, ...] = ACTIVATIONS,
 ) -> None:
     """Refuse an epilogue that cannot mean anything.
 
     Raises:
         ArgumentError: No such activation, or a dtype or residual that does not fit.
     """
-    if activation not in ACTIVATIONS:
+    if activation not in known:
         raise ArgumentError(
             f"{op}: act={activation!r}",
-            need="one of " + ", ".join(ACTIVATIONS[1:]) + ", or None",
+            need="one of " + ", ".join(known[1:]) + ", or None",
             hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
         )
     if out_dtype not in (x.dtype, torch.float32):

@@ -15,6 +15,10 @@ from ...formats import SparseMatrix
 from ...formats._windows import windows_of
 from ...formats.nm import NM
 from ...tune import machine_of
+from .._call import check_epilogue as check_any_epilogue
+from .._call import is_plain as is_plain
+from .._call import is_recorded as is_recorded
+from .._call import is_transformed as is_transformed
 from .._product import Plan, check_inputs, check_weight, decompress, is_hopper
 from . import reference
 from .cost import Problem
@@ -24,7 +28,6 @@ from .kernel import ACTIVATIONS, SWIGLU, Config
 from .plan import choose, tuned
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float)
 
 
@@ -151,42 +154,11 @@ if torch.version.cuda is not None:
     _run()  # With a CUDA build of torch now, or the first call would take 9 ms longer.
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors alone: nothing traced, no gradient to keep, no subclass."""
-    # Who records would miss a launch.
-    if torch.compiler.is_compiling() or _is_recorded():
-        return False
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN or (grad and tensor.requires_grad):
-            return False
-    return True
-
-
-def is_recorded(*tensors: Tensor | None) -> bool:
-    """Whether an operator must be seen: something is traced or recorded, or has another class."""
-    if torch.compiler.is_compiling() or _is_recorded():
-        return True
-    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
-
-
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is made of these."""
     if not torch.is_grad_enabled():
         return False
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-# Asked at every call: looked up once, they take two thirds of the time.
-_modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-_has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
-
-
-def _is_recorded() -> bool:
-    """Whether a mode of torch, or torch.jit.trace, must see every operator."""
-    return _modes_of_torch() > 0 or _traces()
 
 
 def may_skip(x: Tensor) -> bool:
@@ -195,7 +167,7 @@ def may_skip(x: Tensor) -> bool:
     Not where calls are recorded, which would make a constant of that weight; nor for tensors of
     other classes.
     """
-    return type(x) in _PLAIN and not torch.compiler.is_compiling() and not _is_recorded()
+    return not is_recorded(x)
 
 
 def is_captured(x: Tensor) -> bool:
@@ -210,7 +182,7 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     A call asks the tensors of w only whether they look as they did when they passed last.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and (_has_transforms() or _dual._current_level >= 0):
+    if is_transformed():
         check_weight(op, w, NM)
         check_inputs(op, w, x, bias)
         return False
@@ -226,16 +198,6 @@ def check_operands(op: str, w: NM, x: Tensor, bias: Tensor | None) -> bool:
     if not fits:
         check_inputs(op, w, x, bias)
     return True
-
-
-def is_transformed() -> bool:
-    """Whether vmap, another transform of torch.func or forward-mode differentiation is at work.
-
-    Their tensors look like any other, and own no memory, or carry a tangent that a kernel drops.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return _has_transforms() or _dual._current_level >= 0
 
 
 def plan(w: NM, x: Tensor) -> Plan:
@@ -353,30 +315,11 @@ def check_epilogue(
     Raises:
         ArgumentError: No such activation, or a dtype or residual that does not fit.
     """
-    if activation not in (*ACTIVATIONS, SWIGLU):
-        raise ArgumentError(
-            f"{op}: act={activation!r}",
-            need="one of " + ", ".join((*ACTIVATIONS[1:], SWIGLU)) + ", or None",
-            hint=f"{ACTIVATIONS[1]!r}, or the function applied to the result",
-        )
     if activation == SWIGLU and (out % 16 or residual is not None):
         raise ArgumentError(
             f"{op}: swiglu of {out} rows" + (", with a residual" if residual is not None else ""),
             need="a multiple of 16 rows, as interleave_gate_up makes them, and no residual",
             hint="rows of zeros at the end of gate and of up; an addition after it",
         )
-    if out_dtype not in (x.dtype, torch.float32):
-        raise ArgumentError(
-            f"{op}: out_dtype={out_dtype}",
-            need=f"{x.dtype}, as x is, or torch.float32",
-            hint=f"the result in torch.float32, .to({out_dtype})",
-        )
-    shape = (*x.shape[:-1], out)
-    if residual is not None and (
-        residual.shape != shape or residual.dtype != out_dtype or residual.device != x.device
-    ):
-        raise ArgumentError(
-            f"{op}: residual {list(residual.shape)} of {residual.dtype} on {residual.device}",
-            need=f"{list(shape)} of {out_dtype} on {x.device}, as the result is",
-            hint="residual.expand(...).to(...), or added to the result",
-        )
+    known = (*ACTIVATIONS, SWIGLU)
+    check_any_epilogue(op, out, x, activation, residual, out_dtype, known)
