@@ -50,10 +50,8 @@ step() {
     mlp) bench 400 mlp mlp --dtype float8_e4m3fn int8 ;;
     quantize) bench 240 quantize_rows quantize_rows --only 4096x ;;
     few)
-      for tokens in 1 16 64; do
-        bench 120 candidates spmm_nm_scaled_candidates --dtype float8_e4m3fn --sums fast \
-          --suite anchors --tokens "$tokens"
-      done
+      bench 240 gemm spmm_nm_few --suite few --only bfloat16
+      bench 240 gemm spmm_nm_scaled_few --suite few --dtype float8_e4m3fn
       ;;
     bsr) bench 420 spmm_bsr spmm_bsr ;;
     csr) bench 420 spmm_csr spmm_csr ;;

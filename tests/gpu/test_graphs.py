@@ -18,6 +18,7 @@ from hopsparse.nn import SparseLinear
 from hopsparse.ops import quantize_rows, spmm_nm
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix
+from tests.helpers.waiting import nothing_waits
 
 
 def numbers(*shape: int) -> Tensor:
@@ -214,16 +215,12 @@ def test_a_weight_that_the_function_writes_is_not_read_early(device: torch.devic
         assert torch.equal(run(x), fn(x))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
     model, x = chain(3), numbers(16, 256)
     run = accelerate(model, x, buckets=(16, 64))
     want = run(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         found = run(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, want)
 
 

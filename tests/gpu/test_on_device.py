@@ -19,6 +19,7 @@ from hopsparse.ops import COMPUTE_DTYPES, Case
 from hopsparse.prune import Recipe, magnitude
 from tests.helpers.products import SMALL, SMALL_IDS, dense_weight, run, store
 from tests.helpers.tiny_models import save_model, tiny_llama, write_text
+from tests.helpers.waiting import nothing_waits
 
 OPTIONS = {"nm": {"pattern": "2:4"}, "bsr": {"block": (16, 16)}}
 
@@ -98,8 +99,6 @@ def layer_on(device: torch.device, fmt: str) -> SparseLinear:
 DECODED = sorted({*FORMATS} - {"nm"})
 
 
-# torch says once in a process that the mode which finds synchronisation is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("fmt", DECODED)
 def test_the_decoded_weight_is_kept_and_later_calls_wait_for_nothing(
     fmt: str, device: torch.device
@@ -112,11 +111,8 @@ def test_the_decoded_weight_is_kept_and_later_calls_wait_for_nothing(
     assert kept.dtype == torch.bfloat16
     assert kept.device == device
     assert f"decoded once and kept, {kept.nbytes} bytes" in said
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         second = layer(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert layer._decoded[1] is kept
     assert torch.equal(first, second)
     assert torch.equal(second, nn.functional.linear(x, layer.to_dense(), layer.bias))

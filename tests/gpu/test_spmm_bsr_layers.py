@@ -16,6 +16,7 @@ from hopsparse.ops.spmm_bsr import op
 from hopsparse.ops.spmm_bsr.kernel import deepest
 from tests.helpers.blocks import blocked, exact_product, small
 from tests.helpers.prepared import refuse_to_compile
+from tests.helpers.waiting import nothing_waits
 
 
 class TestChoice:
@@ -65,16 +66,11 @@ class TestChoice:
             x = small(tokens, 4096, torch.bfloat16, device)
             assert torch.equal(layer(x), exact_product(x, layer.to_dense()).relu())
 
-    # torch says once in a process that the mode which finds synchronisation is a prototype.
-    @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
     def test_a_planned_call_waits_for_nothing(self, device: torch.device) -> None:
         layer, x = self.layer(0.1, 64, device), small(64, 4096, torch.bfloat16, device)
         first = layer(x)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             second = layer(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(first, second)
 
 

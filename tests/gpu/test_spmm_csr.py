@@ -262,6 +262,7 @@ def test_torch_compile_sees_one_operator(device: torch.device) -> None:
     assert torch.equal(grad, want)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("shape", [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
 def test_nothing_gives_zeros(shape: tuple[int, int, int], device: torch.device) -> None:
     rows, k, features = shape

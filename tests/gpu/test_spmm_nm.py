@@ -20,6 +20,7 @@ from hopsparse.ops.spmm_nm.kernel import ACTIVATIONS, Config
 from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, tiles
 from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.prune import magnitude
+from tests.helpers.waiting import nothing_waits
 
 DTYPES = (torch.bfloat16, torch.float16)
 # No candidate has both: blocks that share a tile, and blocks that share tokens or weights.
@@ -284,17 +285,12 @@ def test_module_copies_saves_and_names_its_kernel(device: torch.device) -> None:
         moved(x.float())
 
 
-# torch says once in a process that the mode which finds synchronisation is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_planned_call_waits_for_nothing(device: torch.device) -> None:
     layer = mlp(device)[0]
     x = torch.randn(5, 256, device=device).bfloat16()
     first = layer(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         second = layer(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(first, second)
 
 

@@ -17,6 +17,7 @@ from hopsparse.ops.spmm_nm.experts.op import plan_experts
 from hopsparse.ops.spmm_nm.kernel import ACTIVATIONS, MOST_EXPERTS, Config
 from hopsparse.ops.spmm_nm.plan import for_experts
 from hopsparse.ops.spmm_nm.reference import apply_activation
+from tests.helpers.waiting import nothing_waits
 
 DTYPES = (torch.bfloat16, torch.float16)
 TILES = [pytest.param(config, id=config.name) for config in for_experts()]
@@ -119,7 +120,6 @@ def test_swiglu_is_that_of_each_expert_alone(device: torch.device) -> None:
     assert not y[begin:].any()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_one_graph_serves_every_sharing_and_nothing_waits(device: torch.device) -> None:
     experts, out, k, tokens = 6, 128, 256, 90
     dense = weights(experts, out, k, torch.bfloat16, device)
@@ -127,11 +127,8 @@ def test_one_graph_serves_every_sharing_and_nothing_waits(device: torch.device) 
     x = torch.randint(-2, 3, (tokens, k), device=device).bfloat16()
     assert plan_experts(w, x, offs).name == "kernel"
     spmm_nm_experts(w, x, offs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         spmm_nm_experts(w, x, offs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = capture(lambda: spmm_nm_experts(w, x, offs))
     for counts in ([15] * 6, [0, 0, 90, 0, 0, 0], [1, 2, 3, 4, 5, 6], [0] * 6):
         offs.copy_(ends_of(counts, device))
@@ -165,9 +162,12 @@ def test_as_many_experts_as_there_may_be(device: torch.device) -> None:
 def test_a_cold_capture_is_refused(device: torch.device) -> None:
     w = NM.from_dense(weights(2, 64, 64, torch.float16, device))
     x, offs = torch.ones(4, 64, device=device).half(), ends_of([2, 2], device)
+    doubled = x * 2  # loads what the capture runs
     graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.graph(graph),
-        pytest.raises(UnsupportedError, match="while a CUDA graph is captured"),
-    ):
-        spmm_nm_experts(w, x, offs, act="gelu_tanh", config=for_experts()[3])
+    with torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+            spmm_nm_experts(w, x, offs, act="gelu_tanh", config=for_experts()[3])
+        after = x * 2
+    after.fill_(0)
+    graph.replay()
+    assert torch.equal(after, doubled)

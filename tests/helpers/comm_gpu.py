@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hopsparse.comm import HybridState, aggregate, register, register_fsdp
 from tests.helpers.comm_ranks import gradient
+from tests.helpers.waiting import nothing_waits
 
 _SIZES = ((300, 200), (200,), (70_001,), (7,))
 
@@ -53,12 +54,9 @@ def without_waiting(rank: int) -> int:
     state = HybridState(k=0.01, remainder="int4")
     tensor = torch.randn(100_000, device="cuda")
     aggregate(tensor, state=state)  # ranks agree, and kernels are loaded
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for _ in range(3):
             aggregate(tensor, state=state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return state.counters.calls
 
 

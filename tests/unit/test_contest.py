@@ -53,7 +53,7 @@ def test_problems_of_one_weight_are_neighbours(name: str) -> None:
 
 
 def test_a_suite_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="anchors, llama-3-8b"):
+    with pytest.raises(ArgumentError, match="anchors, few, llama-3-8b"):
         read_suite("gpt")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ from hopsparse.errors import ArgumentError, FormatError, UnsupportedError
 from hopsparse.formats import CSC, CSR, HYB, SparseMatrix, convert
 from hopsparse.measure.error import product_bound
 from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr
-from hopsparse.ops.spmm_csr import dispatch, plan_matmul
+from hopsparse.ops.spmm_csr import dispatch, op, plan_matmul
 from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
@@ -239,8 +240,6 @@ def test_one_graph_under_torch_compile() -> None:
 
 
 def test_hyb_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hopsparse.ops.spmm_csr import op
-
     asked: list[HYB] = []
     monkeypatch.setattr(op, "convert", lambda a, to: asked.append(a) or convert(a, to))
     a = convert(counts_matrix([2, 1], 4), "hyb")
@@ -322,3 +321,9 @@ class TestRefusals:
         on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
         with pytest.raises(UnsupportedError, match="same call once before the capture"):
             dispatch.refuse_in_capture(on_gpu)  # type: ignore[arg-type]
+
+
+def test_the_plan_of_the_package_stays_a_function_when_kernels_are_loaded() -> None:
+    import_module("hopsparse.ops.spmm_csr.device")
+    package = import_module("hopsparse.ops.spmm_csr")
+    assert package.plan is op.plan

@@ -17,7 +17,10 @@ from .._product import check_capture, finish_decoding
 from .plan import Decision, Problem, candidates, decide
 from .strips import Strips, strips_of
 
-_HINT = "a SparseLinear, or one call with config= before the capture, and in it; w as it was then"
+_HINT = (
+    "one call of the layer before the capture, or of spmm_bsr with config= before it and in it; "
+    "w as it was then"
+)
 _LEAST_CLASS = 16
 
 

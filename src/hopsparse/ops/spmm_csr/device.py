@@ -12,8 +12,9 @@ from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
-from . import plan, tiles
+from . import tiles
 from .packed import Packed, fragments
+from .plan import COMBINE_TILE, VECTOR_BYTES, Args, blocks_for, combine_spec, spec_for, team_for
 from .schedule import Schedule
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -60,10 +61,10 @@ def laid_out(x: Tensor) -> Tensor:
 def is_vector(features: int, *tensors: Tensor) -> bool:
     """Whether every row of all of them is whole pieces of 16 bytes, and starts on one."""
     itemsize = tensors[0].element_size()
-    if features * itemsize % plan.VECTOR_BYTES:
+    if features * itemsize % VECTOR_BYTES:
         return False
     starts = [each.data_ptr() | each.stride(0) * itemsize for each in tensors]
-    return not any(start % plan.VECTOR_BYTES for start in starts)
+    return not any(start % VECTOR_BYTES for start in starts)
 
 
 def multiply(at: Indices, values: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,18 +90,18 @@ def multiply(at: Indices, values: Tensor, x: Tensor, bias: Tensor | None = None)
     y = x.new_empty((at.rows, features))
     partial = x.new_empty((schedule.slots, features), dtype=torch.float32)
     spec = multiply_spec(at, x)
-    team = plan.team_for(features, x.element_size(), vector=is_vector(features, x))
+    team = team_for(features, x.element_size(), vector=is_vector(features, x))
     tiles = -(-features // team.tile(x.element_size()))
-    combine_tiles = -(-features // plan.COMBINE_TILE)
+    combine_tiles = -(-features // COMBINE_TILE)
     _check_tiles(max(tiles, combine_tiles), features)
     args = _args(at, x, y)
     args.values = values.data_ptr()
     args.bias = 0 if bias is None else bias.data_ptr()
     args.partial = partial.data_ptr()
-    _launch(spec, x, (plan.blocks_for(team, schedule.count), tiles, 1), args)
+    _launch(spec, x, (blocks_for(team, schedule.count), tiles, 1), args)
     if schedule.slots:
         grid = (schedule.cuts.shape[0], combine_tiles, 1)
-        _launch(plan.combine_spec(NAMES[x.dtype]), x, grid, args)
+        _launch(combine_spec(NAMES[x.dtype]), x, grid, args)
     return y
 
 
@@ -121,11 +122,11 @@ def sample(at: Indices, u: Tensor, x: Tensor) -> Tensor:
     u, x = laid_out(u), laid_out(x)
     y = u.new_empty(at.indices.numel())
     features = x.shape[1]
-    team = plan.team_for(features, x.element_size(), vector=is_vector(features, u, x))
-    spec = plan.spec_for("sample", NAMES[x.dtype], team, at.widths)
+    team = team_for(features, x.element_size(), vector=is_vector(features, u, x))
+    spec = spec_for("sample", NAMES[x.dtype], team, at.widths)
     args = _args(at, x, y)
     args.u, args.u_stride = u.data_ptr(), u.stride(0) * u.element_size()
-    _launch(spec, x, (plan.blocks_for(team, at.schedule.count), 1, 1), args)
+    _launch(spec, x, (blocks_for(team, at.schedule.count), 1, 1), args)
     return y
 
 
@@ -167,12 +168,12 @@ def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
 def multiply_spec(at: Indices, x: Tensor) -> KernelSpec:
     """The kernel that `multiply` runs for an x that is laid out."""
     features = x.shape[1]
-    team = plan.team_for(features, x.element_size(), vector=is_vector(features, x))
-    return plan.spec_for("multiply", NAMES[x.dtype], team, at.widths)
+    team = team_for(features, x.element_size(), vector=is_vector(features, x))
+    return spec_for("multiply", NAMES[x.dtype], team, at.widths)
 
 
-def _args(at: Indices, x: Tensor, y: Tensor) -> plan.Args:
-    return plan.Args(
+def _args(at: Indices, x: Tensor, y: Tensor) -> Args:
+    return Args(
         x=x.data_ptr(),
         columns=at.indices.data_ptr(),
         pointers=at.indptr.data_ptr(),
@@ -204,6 +205,6 @@ def _check_tiles(tiles: int, features: int) -> None:
     if tiles > _MOST_TILES:
         raise UnsupportedError(
             f"spmm_csr: {features} features",
-            need=f"at most {_MOST_TILES * plan.COMBINE_TILE}",
+            need=f"at most {_MOST_TILES * COMBINE_TILE}",
             hint="x in pieces of columns",
         )

@@ -230,8 +230,8 @@ class Numbers:
 
     @property
     def bias(self) -> str:
-        """Dtype of a bias: that of y where it can hold one."""
-        return self.out if self.out in ("bfloat16", "float16") else "float32"
+        """Dtype of a bias: that of w where it can hold one, else that of y, else float32."""
+        return next((t for t in (self.w, self.out) if t in ("bfloat16", "float16")), "float32")
 
     @property
     def scaled(self) -> bool:
