@@ -18,7 +18,8 @@ from .codes import LARGEST, SCALINGS
 #: Every suite in turn, each problem once.
 ALL = "llm"
 # Its problems are also those of the models.
-_ANCHORS = "anchors"
+# They repeat layers of models.
+_VIEWS = ("anchors", "few")
 _LIMIT = 2**31
 
 
@@ -185,7 +186,7 @@ def suite_names() -> tuple[str, ...]:
 
     Example:
         >>> suite_names()
-        ('llm', 'anchors', 'llama-3-8b', 'llama-3-70b', 'qwen3-8b', 'squares')
+        ('llm', 'anchors', 'few', 'llama-3-8b', 'llama-3-70b', 'qwen3-8b', 'squares')
     """
     return (ALL, *_file()["suites"])
 
@@ -202,7 +203,7 @@ def read_suite(name: str) -> tuple[Problem, ...]:
     """
     file = _file()
     if name == ALL:
-        models = [each for each in file["suites"] if each != _ANCHORS]
+        models = [each for each in file["suites"] if each not in _VIEWS]
         found: dict[tuple[int, int, int, str], Problem] = {}
         for problem in chain.from_iterable(map(read_suite, models)):
             # One shape may be a layer of several models: the first name stands.

@@ -57,7 +57,13 @@ class Shape:
 
 #: Shapes that keep a row, the shortest first. Few threads with many chunks: what a thread does once
 #: a row (the scale, its reciprocal, the barrier) costs as much as two chunks.
-KEEPING = (Shape(128, 32, 8), Shape(128, 128, 8), Shape(256, 256, 7), Shape(512, 512, 7))
+KEEPING = (
+    Shape(128, 32, 8),
+    Shape(128, 128, 4),  # rows of 4096: half of the next one's chunks would be zeros, and computed
+    Shape(128, 128, 8),
+    Shape(256, 256, 7),
+    Shape(512, 512, 7),
+)
 REREADING = Shape(512, 512, 0)
 
 
