@@ -26,6 +26,11 @@ u32 pack(float low, float high) {
   return both[0] | static_cast<u32>(both[1]) << 16;
 }
 
+inline u32 load_word_if(bool inside, const void* from, u32 otherwise) {
+  if (inside) std::memcpy(&otherwise, from, 4);
+  return otherwise;
+}
+
 template <class T>
 const T* cluster_pointer(const T* place, u32 rank) {
   const u32 offset = shared_address(place);

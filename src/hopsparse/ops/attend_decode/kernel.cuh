@@ -20,6 +20,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/global.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
@@ -81,34 +82,43 @@ struct Place {
   u32 page, where;  // where = first + (tokens << 8); 0 tokens: nowhere
 };
 
-__device__ __forceinline__ Place place_of(const Args& a, u32 list, u32 batch, u32 tile, u32 tiles,
-                                          u32 length) {
-  const Place nowhere = {0, 0};
-  const u32 tiles_per_block = a.block / kTile;
-  const u32 entry = tile / tiles_per_block, inside = tile % tiles_per_block * kTile;
-  int listed = static_cast<int>(entry);
-  // Before the count is looked at, so that both loads are under way at once.
-  if (a.indices) listed = entry < a.most ? a.indices[u64(list) * a.most + entry] : -1;
-  const long long position = static_cast<long long>(listed) * a.block + inside;
-  if (tile >= tiles || listed < 0 || position >= length) return nowhere;
-  const u32 column = static_cast<u32>(position) / a.page;
-  if (column >= a.table_width) return nowhere;
-  const int page = a.table[u64(batch) * a.table_width + column];
-  if (page < 0 || static_cast<u32>(page) >= a.pages) return nowhere;
-  const u32 first = static_cast<u32>(position) % a.page;
-  const u32 tokens = min(kTile, length - static_cast<u32>(position));
-  return {static_cast<u32>(page), first | tokens << 8};
+// The block that a tile of the list is of. No branch, and nothing is looked at that has yet to be
+// loaded, so that this load, those of `List` and those of queries are under way at once.
+__device__ __forceinline__ int block_of(const Args& a, u32 list, u32 tile) {
+  const u32 entry = tile / (a.block / kTile);
+  const u32 otherwise = a.indices ? 0xFFFFFFFF : entry;
+  return static_cast<int>(
+      load_word_if(a.indices && entry < a.most, a.indices + u64(list) * a.most + entry, otherwise));
 }
 
-// Tiles of a list, of which the last may be cut by the end of the sequence.
-__device__ __forceinline__ u32 tiles_of(const Args& a, u32 list, u32 length) {
-  u32 entries = (length + a.block - 1) / a.block;
-  if (a.indices) {
-    entries = a.most;
-    if (a.counts) entries = max(0, min(a.counts[list], static_cast<int>(a.most)));
-  }
-  return entries * (a.block / kTile);
+__device__ __forceinline__ Place place_of(const Args& a, u32 batch, int block, u32 tile, u32 tiles,
+                                          u32 length) {
+  const u32 inside = tile % (a.block / kTile) * kTile;
+  const long long position = static_cast<long long>(block) * a.block + inside;
+  const u32 column = static_cast<u32>(position) / a.page;
+  const u32 first = static_cast<u32>(position) % a.page;
+  const bool listed = tile < tiles && block >= 0 && position < length && column < a.table_width;
+  const u32 page = load_word_if(listed, a.table + u64(batch) * a.table_width + column, 0xFFFFFFFF);
+  const u32 tokens = min(kTile, length - static_cast<u32>(position));
+  const bool there = listed && page < a.pages;
+  return {there ? page : 0, there ? first | tokens << 8 : 0};
 }
+
+// How long a list is; the sequence may end within its last tile.
+struct List {
+  u32 length, counted;
+
+  __device__ __forceinline__ List(const Args& a, u32 list, u32 batch)
+      : length(load_word_if(true, a.lengths + batch, 0)),
+        counted(load_word_if(a.counts != nullptr, a.counts + list, a.most)) {
+    length = max(static_cast<int>(length), 0);
+  }
+  __device__ __forceinline__ u32 tiles(const Args& a) const {
+    const u32 every = (length + a.block - 1) / a.block;
+    const u32 most = max(0, min(static_cast<int>(counted), static_cast<int>(a.most)));
+    return (a.indices ? most : every) * (a.block / kTile);
+  }
+};
 
 // ---- loads ---------------------------------------------------------------------------------
 
@@ -253,14 +263,15 @@ __device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 a
                                      u32 tokens) {
   constexpr int kSteps = Seen<C>::kSteps, kHalves = Seen<C>::kHalves;
   const u32 lane = threadIdx.x % 32;
-  float scores[2][4] = {};  // heads by tokens 0 to 7, and 8 to 15
+  // Heads by tokens 0 to 7, and 8 to 15, of even and of odd steps: chains of half the length.
+  float scores[2][2][4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     u32 keys[4];
     load_matrices_x4(keys, stage + (at ^ step * 32));
     const u32(&q)[4] = C::kSharedQueries ? s.q[step][lane] : seen.q[step];
-    multiply_add<C::kType>(scores[0], q, keys[0], keys[1]);
-    multiply_add<C::kType>(scores[1], q, keys[2], keys[3]);
+    multiply_add<C::kType>(scores[step % 2][0], q, keys[0], keys[1]);
+    multiply_add<C::kType>(scores[step % 2][1], q, keys[2], keys[3]);
   }
   u32 weights[kHalves][2];
   float factor[kHalves];
@@ -268,8 +279,11 @@ __device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 a
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const float before = seen.top[half];
-    float x[4] = {scores[0][2 * half], scores[0][2 * half + 1], scores[1][2 * half],
-                  scores[1][2 * half + 1]};
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = scores[0][i / 2][2 * half + i % 2] + scores[1][i / 2][2 * half + i % 2];
+    }
     factor[half] = weigh<C>(seen, weights[half], x, half, scale, tokens, lane);
     moved |= before != seen.top[half];
   }
@@ -300,13 +314,16 @@ __device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 a
 // All tiles of a warp. A lane knows where one of 32 of them lies; half way the next 32 are looked
 // up, so that nothing waits for the list and the table.
 template <class C>
-__device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u32 list) {
+__device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u32 number) {
   constexpr u32 kStage = sizeof(s.tiles[0][0]), kBits = 5;
   static_assert(C::kStages * kBits <= 32 && kTile < 1 << kBits, "counts of the ring fit a word");
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, batch = blockIdx.z;
   const u32 turns = a.splits * C::kWarps, mine = blockIdx.x * C::kWarps + warp;
-  const u32 length = max(a.lengths[batch], 0), tiles = tiles_of(a, list, length);
-  Place now = place_of(a, list, batch, mine + lane * turns, tiles, length), next = {0, 0};
+  const List list(a, number, batch);
+  const int first = block_of(a, number, mine + lane * turns);
+  begin<C>(seen, s, a, number);
+  const u32 length = list.length, tiles = list.tiles(a);
+  Place now = place_of(a, batch, first, mine + lane * turns, tiles, length), next = {0, 0};
   const Copies<C> copies(a, blockIdx.y, lane);
   const u32 ring = shared_address(s.tiles[warp]);
   const u32 row = lane / 16 * 8 + lane % 8;
@@ -315,7 +332,8 @@ __device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u
   u32 tile = mine;                    // the one that is taken next
   for (u32 ahead = 0; ahead < C::kStages - 1 || tile < tiles; ++ahead) {
     if (ahead % 32 == 16) {
-      next = place_of(a, list, batch, mine + (ahead + 16 + lane) * turns, tiles, length);
+      const u32 of_lane = mine + (ahead + 16 + lane) * turns;
+      next = place_of(a, batch, block_of(a, number, of_lane), of_lane, tiles, length);
     }
     if (ahead % 32 == 0 && ahead > 0) now = next;
     const u32 page = __shfl_sync(kAll, now.page, ahead % 32);
@@ -442,7 +460,6 @@ __device__ __forceinline__ void run(const Args& a) {
   const u32 list = blockIdx.z * a.kv_heads + blockIdx.y;
   wait_for_previous();
   Seen<C> seen;
-  begin<C>(seen, s, a, list);
   walk<C>(seen, s, a, list);
   let_next_start();
   merge_warps<C>(seen, s, a);
