@@ -1,5 +1,5 @@
 // What kernels of tensor cores need beside cuda_on_cpu.hpp: matrices of a warp, products of 16 x 8 x
-// 16, pointers into other blocks, and copies that are done as late as their waits allow.
+// 16, what blocks of a cluster send one another, and copies that are done as late as waits allow.
 #pragma once
 #include <deque>
 #include <functional>
@@ -31,10 +31,35 @@ inline u32 load_word_if(bool inside, const void* from, u32 otherwise) {
   return otherwise;
 }
 
-template <class T>
-const T* cluster_pointer(const T* place, u32 rank) {
-  const u32 offset = shared_address(place);
-  return reinterpret_cast<const T*>(cluster_here->blocks[rank]->bytes() + offset);
+inline u32 bits(float value) { return __float_as_uint(value); }
+
+// Every thread waits where it would arrive: the kernel may do no less between the two.
+inline void cluster_arrive_relaxed() { cluster_sync(); }
+inline void cluster_wait() {}
+
+// A barrier of one phase: bytes that have yet to come, and arrivals that have.
+inline std::atomic_ref<u32> word_of(u8* memory, u32 bar, u32 number) {
+  return std::atomic_ref<u32>(*reinterpret_cast<u32*>(memory + bar + number * 4));
+}
+inline void mbarrier_init(u32 bar, u32) {
+  word_of(shared_memory(), bar, 0) = 0;
+  word_of(shared_memory(), bar, 1) = 0;
+}
+inline void mbarrier_init_fence() {}
+inline void mbarrier_expect(u32 bar, u32 bytes) {
+  word_of(shared_memory(), bar, 0) += bytes;
+  word_of(shared_memory(), bar, 1) += 1;
+}
+inline void mbarrier_wait(u32 bar, u32) {
+  while (word_of(shared_memory(), bar, 0) != 0 || word_of(shared_memory(), bar, 1) != 1) {
+    std::this_thread::yield();
+  }
+}
+inline void store_async_x4(u32 address, u32 bar, u32 a, u32 b, u32 c, u32 d) {
+  u8* memory = cluster_here->blocks[address >> 28]->bytes();
+  const u32 words[4] = {a, b, c, d};
+  std::memcpy(memory + (address & 0xFFFFFFF), words, 16);
+  word_of(memory, bar & 0xFFFFFFF, 0) -= 16;
 }
 
 // Lane i has the address of row i % 8 of matrix i / 8.

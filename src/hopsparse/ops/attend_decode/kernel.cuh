@@ -9,8 +9,8 @@
 // Both products are of tensor cores: queries [8 or 16 heads, dim] by keys, so that a lane has four
 // or eight weights of one or two heads; then values, transposed as they are loaded, by weights in
 // the order in which they are there. Weights are rounded to the dtype of values, sums are not. Each
-// warp keeps its own maximum and sum; warps and then blocks are merged in their order, through
-// shared and distributed shared memory: the result does not depend on who comes first.
+// warp keeps its own maximum and sum; warps and then blocks are merged in their order: the result
+// does not depend on who comes first. A block sends parts of its outputs to those that finish them.
 //
 // Bound: bytes of keys and values. A tile of 8 KB (dim 128) is due every 436 clocks of an SM, which
 // could issue 1744 instructions meanwhile, and issues about 330. docs/design/0008 has the budget.
@@ -19,7 +19,6 @@
 #include "ptx/async.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/mma.cuh"
@@ -27,7 +26,7 @@
 
 namespace attend_decode {
 
-constexpr u32 kTile = 16;
+constexpr u32 kTile = 16, kMostSplits = 16;
 constexpr u32 kAll = 0xFFFFFFFF;
 
 struct Args {
@@ -53,24 +52,23 @@ template <class C>
 struct Smem {
   static constexpr u32 kRow = C::kDim * 2;
   alignas(128) u8 tiles[C::kWarps][C::kStages][2][kTile][kRow];  // keys, values
-  float top[C::kWarps][C::kHeads], sum[C::kWarps][C::kHeads];
-  // Of the block: what the cluster merges.
-  float block_top[C::kHeads], block_sum[C::kHeads];
   // Where registers do not hold queries as well: those of each step and lane.
   alignas(16) u32 q[C::kSharedQueries ? C::kDim / 16 : 1][32][4];
+  // What the blocks of the cluster send: outputs of the entries that this one finishes, and maxima
+  // and sums of all heads.
+  alignas(16) float received[C::kHeads * C::kDim];
+  alignas(16) float totals[kMostSplits][C::kHeads][2];
+  float top[C::kWarps][C::kHeads], sum[C::kWarps][C::kHeads];
+  u64 arrived;
 };
 
 constexpr u32 kOutPad = 4;  // floats behind a head's outputs: lanes of eight dims and four heads
 
 // Outputs of a warp [heads, dim + kOutPad] lie where its tiles were.
 template <class C>
-__device__ __forceinline__ const float* outputs(const Smem<C>& s, u32 warp) {
-  static_assert(sizeof(s.tiles[0]) >= sizeof(float) * C::kHeads * (C::kDim + kOutPad), "they fit");
-  return reinterpret_cast<const float*>(s.tiles[warp]);
-}
-template <class C>
 __device__ __forceinline__ float* outputs(Smem<C>& s, u32 warp) {
-  return const_cast<float*>(outputs<C>(const_cast<const Smem<C>&>(s), warp));
+  static_assert(sizeof(s.tiles[0]) >= sizeof(float) * C::kHeads * (C::kDim + kOutPad), "they fit");
+  return reinterpret_cast<float*>(s.tiles[warp]);
 }
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
@@ -360,10 +358,20 @@ __device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u
 // Of parts with their own maxima: what one of them counts for beside the largest.
 __device__ __forceinline__ float part_of(float top, float base) { return exp2f(top - base); }
 
-// Merges the warps of the block, in their order; its outputs lie where those of warp 0 did.
+// The result of one entry, of parts that were summed.
 template <class C>
-__device__ __forceinline__ void merge_warps(const Seen<C>& seen, Smem<C>& s, const Args& a) {
-  constexpr u32 kWide = C::kDim + kOutPad;
+__device__ __forceinline__ void store(const Args& a, u32 list, u32 at, float top, float sum,
+                                      float out) {
+  constexpr float kLn2 = 0.693147181f;
+  const bool empty = top == -infinity() && sum == 0;
+  const u64 row = u64(list) * a.group;
+  store_value<C::kType>(a.out, row * C::kDim + at, empty ? 0.0f : out / sum);
+  if (at % C::kDim == 0) a.lse[row + at / C::kDim] = empty ? top : base_of(top) * kLn2 + logf(sum);
+}
+
+// What a warp has seen, for all warps of the block.
+template <class C>
+__device__ __forceinline__ void show(const Seen<C>& seen, Smem<C>& s) {
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* mine = outputs<C>(s, warp);
 #pragma unroll
@@ -378,78 +386,111 @@ __device__ __forceinline__ void merge_warps(const Seen<C>& seen, Smem<C>& s, con
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 of = half * 8 + lane % 4 * 2 + i % 2, dim = step * 16 + lane / 4 + i / 2 * 8;
-        mine[of * kWide + dim] = seen.out[step][half][i];
+        mine[of * (C::kDim + kOutPad) + dim] = seen.out[step][half][i];
       }
     }
   }
   __syncthreads();
-  for (u32 at = threadIdx.x; at < a.group * C::kDim; at += C::kWarps * 32) {
-    const u32 head = at / C::kDim, place = head * kWide + at % C::kDim;
-    float top = -infinity(), sum = 0, out = 0;
+}
+
+// A head of the block: its warps, in their order.
+template <class C>
+struct OfWarps {
+  float top, sum, part[C::kWarps];
+
+  __device__ __forceinline__ OfWarps(const Smem<C>& s, u32 head) : top(-infinity()), sum(0) {
 #pragma unroll
     for (int w = 0; w < C::kWarps; ++w) top = fmaxf(top, s.top[w][head]);
     const float base = base_of(top);
 #pragma unroll
     for (int w = 0; w < C::kWarps; ++w) {
-      const float part = part_of(s.top[w][head], base);
-      sum += part * s.sum[w][head];
-      out += part * outputs<C>(s, w)[place];
+      part[w] = part_of(s.top[w][head], base);
+      sum += part[w] * s.sum[w][head];
     }
-    outputs<C>(s, 0)[place] = out;  // read by this thread alone
-    if (at % C::kDim == 0) s.block_top[head] = top, s.block_sum[head] = sum;
+  }
+};
+
+struct alignas(16) Quad {
+  float of[4];
+};
+
+// To a place of block `rank`, counted by its barrier: nothing waits for it here, and no fence of
+// all memory is needed, as there is for what others come to read.
+template <class C>
+__device__ __forceinline__ void send(Smem<C>& s, const float* place, u32 rank, const Quad& quad) {
+  store_async_x4(cluster_address(shared_address(place), rank),
+                 cluster_address(shared_address(&s.arrived), rank), bits(quad.of[0]),
+                 bits(quad.of[1]), bits(quad.of[2]), bits(quad.of[3]));
+}
+
+// Merges the warps of the block, and stores the result if that is all of it; else sends each four
+// entries to the block that finishes them. Fours go round.
+template <class C>
+__device__ __forceinline__ void merge_warps(Smem<C>& s, const Args& a, u32 list) {
+  const u32 quads = a.group * C::kDim / 4, shift = __popc(a.splits - 1);
+  for (u32 quad = threadIdx.x; quad < quads; quad += C::kWarps * 32) {
+    const u32 head = quad * 4 / C::kDim;
+    const u32 place = head * (C::kDim + kOutPad) + quad * 4 % C::kDim;
+    const OfWarps<C> warps(s, head);
+    Quad out = {};
+#pragma unroll
+    for (int w = 0; w < C::kWarps; ++w) {
+      const Quad of_warp = *reinterpret_cast<const Quad*>(outputs<C>(s, w) + place);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out.of[i] += warps.part[w] * of_warp.of[i];
+    }
+    if (a.splits > 1) {
+      const u32 slot = blockIdx.x * (quads >> shift) + (quad >> shift);
+      send<C>(s, s.received + slot * 4, quad & a.splits - 1, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        store<C>(a, list, quad * 4 + i, warps.top, warps.sum, out.of[i]);
+      }
+    }
+  }
+  if (a.splits == 1) return;
+  for (u32 at = threadIdx.x; at < (a.group + 1) / 2 << shift; at += C::kWarps * 32) {
+    const u32 head = (at >> shift) * 2;
+    const OfWarps<C> even(s, head), odd(s, head + 1);
+    send<C>(s, s.totals[blockIdx.x][head], at & a.splits - 1,
+            {even.top, even.sum, odd.top, odd.sum});
   }
 }
 
-// The result of one entry, of parts that were summed.
-template <class C>
-__device__ __forceinline__ void store(const Args& a, u32 list, u32 at, float top, float sum,
-                                      float out) {
-  constexpr float kLn2 = 0.693147181f;
-  const bool empty = top == -infinity() && sum == 0;
-  const u64 row = u64(list) * a.group;
-  store_value<C::kType>(a.out, row * C::kDim + at, empty ? 0.0f : out / sum);
-  if (at % C::kDim == 0) a.lse[row + at / C::kDim] = empty ? top : base_of(top) * kLn2 + logf(sum);
-}
-
-// Merges the blocks of the cluster, in their order; each of them writes a part of the entries. All
-// that a thread wants of other blocks is asked for before the first is used.
+// Merges the blocks of the cluster, in their order: the entries that were sent to this one.
 template <class C, u32 kSplits>
 __device__ __forceinline__ void merge_blocks(const Smem<C>& s, const Args& a, u32 list) {
-  const Smem<C>* blocks[kSplits];
-#pragma unroll
-  for (u32 rank = 0; rank < kSplits; ++rank) blocks[rank] = cluster_pointer(&s, rank);
-  for (u32 at = blockIdx.x * C::kWarps * 32 + threadIdx.x; at < a.group * C::kDim;
-       at += kSplits * C::kWarps * 32) {
-    const u32 head = at / C::kDim, place = head * (C::kDim + kOutPad) + at % C::kDim;
-    float tops[kSplits], sums[kSplits], outs[kSplits];
-#pragma unroll
-    for (u32 rank = 0; rank < kSplits; ++rank) {
-      tops[rank] = blocks[rank]->block_top[head];
-      sums[rank] = blocks[rank]->block_sum[head];
-      outs[rank] = outputs<C>(*blocks[rank], 0)[place];
-    }
+  const u32 entries = a.group * C::kDim / kSplits;
+  for (u32 mine = threadIdx.x; mine < entries; mine += C::kWarps * 32) {
+    const u32 at = (mine / 4 * kSplits + blockIdx.x) * 4 + mine % 4, head = at / C::kDim;
     float top = -infinity(), sum = 0, out = 0;
 #pragma unroll
-    for (u32 rank = 0; rank < kSplits; ++rank) top = fmaxf(top, tops[rank]);
+    for (u32 rank = 0; rank < kSplits; ++rank) top = fmaxf(top, s.totals[rank][head][0]);
     const float base = base_of(top);
 #pragma unroll
     for (u32 rank = 0; rank < kSplits; ++rank) {
-      const float part = part_of(tops[rank], base);
-      sum += part * sums[rank];
-      out += part * outs[rank];
+      const float part = part_of(s.totals[rank][head][0], base);
+      sum += part * s.totals[rank][head][1];
+      out += part * s.received[rank * entries + mine];
     }
     store<C>(a, list, at, top, sum, out);
   }
 }
 
-// A block that is a cluster of its own: each thread finishes what it merged.
+// ---- the block -----------------------------------------------------------------------------
+
+// The barrier that counts what is sent to this block. Others send when all have begun.
 template <class C>
-__device__ __forceinline__ void finish_alone(Smem<C>& s, const Args& a, u32 list) {
-  __syncthreads();
-  for (u32 at = threadIdx.x; at < a.group * C::kDim; at += C::kWarps * 32) {
-    const u32 head = at / C::kDim, place = head * (C::kDim + kOutPad) + at % C::kDim;
-    store<C>(a, list, at, s.block_top[head], s.block_sum[head], outputs<C>(s, 0)[place]);
+__device__ __forceinline__ void expect_parts(Smem<C>& s, const Args& a) {
+  if (threadIdx.x == 0) {
+    const u32 bar = shared_address(&s.arrived);
+    mbarrier_init(bar, 1);
+    mbarrier_expect(bar, a.group * C::kDim * 4 + a.splits * ((a.group + 1) / 2 * 16));
+    mbarrier_init_fence();
   }
+  __syncwarp();
+  cluster_arrive_relaxed();
 }
 
 // Grid: a cluster along x, heads of keys along y, sequences along z.
@@ -458,18 +499,21 @@ __device__ __forceinline__ void run(const Args& a) {
   extern __shared__ __align__(128) u8 memory[];
   Smem<C>& s = *reinterpret_cast<Smem<C>*>(memory);
   const u32 list = blockIdx.z * a.kv_heads + blockIdx.y;
+  if (a.splits > 1) expect_parts<C>(s, a);
   wait_for_previous();
   Seen<C> seen;
   walk<C>(seen, s, a, list);
   let_next_start();
-  merge_warps<C>(seen, s, a);
-  if (a.splits == 1) return finish_alone<C>(s, a, list);
-  cluster_sync();
+  show<C>(seen, s);
+  if (a.splits > 1) cluster_wait();
+  merge_warps<C>(s, a, list);
+  if (a.splits == 1) return;
+  // All that comes here has come by then, so that nobody has to wait for a block that leaves.
+  mbarrier_wait(shared_address(&s.arrived), 0);
   if (a.splits == 2) merge_blocks<C, 2>(s, a, list);
   if (a.splits == 4) merge_blocks<C, 4>(s, a, list);
   if (a.splits == 8) merge_blocks<C, 8>(s, a, list);
   if (a.splits == 16) merge_blocks<C, 16>(s, a, list);
-  cluster_sync();  // nobody leaves while its memory is read
 }
 
 }  // namespace attend_decode

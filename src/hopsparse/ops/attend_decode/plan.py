@@ -24,15 +24,13 @@ _BLOCKS_PER_SM = 2
 # A list this long keeps a block busy for about 30 us, beside which starting and merging are little;
 # more blocks then even out lists of different lengths.
 _LONG_TOKENS = 4096
-# As the kernel has it: floats behind a head's outputs.
-_OUT_PAD = 4
 
 # Instructions that the SASS of a kernel must show: copies that nobody waits for, tensor cores on
 # both products, values that are transposed as they are loaded, and the cluster.
 _MMA = {"bf16": "HMMA.16816.F32.BF16", "f16": "HMMA.16816.F32"}
 _SASS = (
     *("LDGSTS.E.BYPASS.LTC128B.128", "LDSM.16.M88.4", "LDSM.16.MT88.4"),
-    *("UCGABAR_ARV", "MUFU.EX2"),
+    *("UCGABAR_ARV", "STAS.128", "MUFU.EX2"),
 )
 
 
@@ -96,22 +94,25 @@ def warps_for(dim: int) -> int:
     return 4 if dim <= 128 else 2
 
 
-def stages_for(dim: int) -> int:
-    """Tiles that a warp has room for: two blocks fit an SM, with 24 or 48 KB a warp.
+def stages_for(dim: int, group: int) -> int:
+    """Tiles that a warp has room for: two blocks fit an SM.
 
     Example:
-        >>> [stages_for(dim) for dim in DIMS]
+        >>> [stages_for(dim, 8) for dim in DIMS]
         [6, 3, 3]
     """
+    if _shares_queries(dim, group):
+        return 2
     return 6 if dim == 64 else 3
 
 
 def smem_bytes(dim: int, group: int) -> int:
     """Shared memory of a block, as `struct Smem` of kernel.cuh has it."""
     warps = warps_for(dim)
-    rows = warps * stages_for(dim) * 2 * TILE * 2 * dim
+    rows = warps * stages_for(dim, group) * 2 * TILE * 2 * dim
     queries = 16 * 32 * (dim // 16 if _shares_queries(dim, group) else 1)
-    return -(-(rows + 4 * (2 * warps * group + 2 * group) + queries) // 128) * 128
+    received = 4 * (group * dim + 2 * group * SPLITS[-1])
+    return -(-(rows + queries + received + 4 * 2 * warps * group + 8) // 128) * 128
 
 
 def _shares_queries(dim: int, group: int) -> bool:
@@ -183,7 +184,7 @@ def _text(kind: str, dim: int, group: int) -> str:
 struct Config {{
   static constexpr Type kType = Type::{kind};
   static constexpr int kDim = {dim}, kHeads = {group};
-  static constexpr int kWarps = {warps_for(dim)}, kStages = {stages_for(dim)};
+  static constexpr int kWarps = {warps_for(dim)}, kStages = {stages_for(dim, group)};
   static constexpr bool kSharedQueries = {str(_shares_queries(dim, group)).lower()};
 }};
 static_assert(sizeof(attend_decode::Args) == {ARGS_BYTES}, "plan.py packs {ARGS_BYTES} bytes");
