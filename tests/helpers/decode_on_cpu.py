@@ -15,7 +15,7 @@ from torch import Tensor
 from hopsparse.ops import PagedKV
 from hopsparse.ops.attend_decode.device import pack
 
-ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parents[2] / "src/hopsparse/ops/attend_decode"
 
 _ENTRY = """
 struct Config {{
@@ -51,8 +51,9 @@ class Built:
 
 def compiled(built: Built, folder: Path) -> Run:
     """The kernel, as a function of what `pack` takes and of the blocks that share a list."""
-    kernel = (ROOT / "src/hopsparse/ops/attend_decode/kernel.cuh").read_text(encoding="utf-8")
-    text = re.sub(r"^\s*#(include|pragma unroll).*$", "", kernel, flags=re.MULTILINE)
+    parts = (FOLDER / f"{name}.cuh" for name in ("facts", "pages", "merge", "kernel"))
+    kernel = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    text = re.sub(r"^\s*#(include|pragma).*$", "", kernel, flags=re.MULTILINE)
     shared = "extern __shared__ __align__(128) u8 memory[];"
     assert shared in text
     text = text.replace(shared, "u8* memory = shared_memory();")

@@ -21,9 +21,9 @@ MOST_TILES = 2**31
 
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
 _BLOCKS_PER_SM = 2
-# A list this long keeps a block busy for about 30 us, beside which starting and merging are little;
+# So many tokens (dim 128) keep a block busy for 30 us, beside which starting and merging are little;
 # more blocks then even out lists of different lengths.
-_LONG_TOKENS = 4096
+_LONG_TOKENS = 1024
 
 # Instructions that the SASS of a kernel must show: copies that nobody waits for, tensor cores on
 # both products, values that are transposed as they are loaded, and the cluster.
@@ -73,7 +73,7 @@ def splits_for(lists: int, tokens: int, sm_count: int, dim: int = 128) -> int:
 
     Example:
         >>> [splits_for(8 * batch, 2048, 132) for batch in (1, 8, 32)]
-        [16, 4, 1]
+        [16, 4, 2]
         >>> splits_for(64, 131_072, 132), splits_for(8, 64, 132)
         (16, 1)
     """
