@@ -45,6 +45,10 @@ class Built:
     shares_queries: bool = False
 
     @property
+    def name(self) -> str:
+        return f"{self.kind}, dim {self.dim}, {self.heads} heads, {self.stages} stages"
+
+    @property
     def dtype(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "f16": torch.float16}[self.kind]
 

@@ -21,8 +21,8 @@ MOST_TILES = 2**31
 
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
 _BLOCKS_PER_SM = 2
-# So many tokens (dim 128) keep a block busy for 30 us, beside which starting and merging are little;
-# more blocks then even out lists of different lengths.
+# So many tokens (dim 128) keep a block busy for 30 us, beside which it starts and merges quickly.
+# More blocks even out lists of different lengths.
 _LONG_TOKENS = 1024
 
 # Instructions that the SASS of a kernel must show: copies that nobody waits for, tensor cores on
