@@ -65,10 +65,7 @@ def measured(
         (Contender("score, select, attend", [each[1] for each in steps]), few),
         (Contender("attend_decode, all tokens", [each[2] for each in steps]), every),
         *(
-            (
-                Contender(f"attend_decode, {count} blocks a list", [each[3 + i] for each in steps]),
-                few,
-            )
+            (Contender(f"attend_decode, split by {count}", [each[3 + i] for each in steps]), few)
             for i, count in enumerate(splits)
         ),
         *(
