@@ -59,6 +59,10 @@ __device__ __forceinline__ float of_lane_xor(float value, u32 mask) {
   return __uint_as_float(__shfl_xor_sync(kAll, __float_as_uint(value), mask));
 }
 
+// Weights are at most 2^kRaise: float16 has no normal numbers below 2^-14.
+template <Type T>
+constexpr float kRaise = T == Type::f16 ? 15.0f : 0.0f;
+
 // What exponents are taken from: the maximum, or 0 where nothing was seen, so that none is NaN.
 __device__ __forceinline__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 

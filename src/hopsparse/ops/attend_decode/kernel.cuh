@@ -82,8 +82,6 @@ __device__ __forceinline__ void begin(Seen<C>& seen, Smem<C>& s, const Args& a, 
 template <class C>
 __device__ __forceinline__ float weigh(Seen<C>& seen, u32 (&weights)[2], float (&x)[4], int half,
                                        float scale, u32 tokens, u32 lane) {
-  // float16 has no normal numbers below 2^-14: weights up to 2^15 rather than 1.
-  constexpr float kRaise = C::kType == Type::f16 ? 15.0f : 0.0f;
   float most = -infinity();
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
@@ -93,7 +91,7 @@ __device__ __forceinline__ float weigh(Seen<C>& seen, u32 (&weights)[2], float (
   }
   most = fmaxf(most, of_lane_xor(most, 1));
   most = fmaxf(most, of_lane_xor(most, 2));
-  const float top = fmaxf(seen.top[half], most - kRaise), base = base_of(top);
+  const float top = fmaxf(seen.top[half], most - kRaise<C::kType>), base = base_of(top);
   const float factor = exp2f(seen.top[half] - base);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) x[i] = exp2f(x[i] - base);

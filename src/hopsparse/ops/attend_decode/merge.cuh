@@ -12,11 +12,14 @@ __device__ __forceinline__ float part_of(float top, float base) { return exp2f(t
 template <class C>
 __device__ __forceinline__ void store(const Args& a, u32 list, u32 at, float top, float sum,
                                       float out) {
-  constexpr float kLn2 = 0.693147181f;
+  constexpr float kLn2 = 0.693147181f, kLower = C::kType == Type::f16 ? 0x1p-15f : 1.0f;
   const bool empty = top == -infinity() && sum == 0;
   const u64 row = u64(list) * a.group;
   store_value<C::kType>(a.out, row * C::kDim + at, empty ? 0.0f : out / sum);
-  if (at % C::kDim == 0) a.lse[row + at / C::kDim] = empty ? top : base_of(top) * kLn2 + logf(sum);
+  if (at % C::kDim != 0) return;
+  // Both terms without what weights are raised by: no digits are lost between them.
+  const float lse = (base_of(top) + kRaise<C::kType>)*kLn2 + logf(sum * kLower);
+  a.lse[row + at / C::kDim] = empty ? top : lse;
 }
 
 // What a warp has seen, for all warps of the block.
