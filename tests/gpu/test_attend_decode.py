@@ -128,6 +128,14 @@ def test_pools_of_more_entries_than_32_bits_count(device: torch.device) -> None:
         assert torch.equal(mine, other)
 
 
+def test_lists_without_width_are_empty(device: torch.device) -> None:
+    q, cache = problem(device, [500, 60])
+    nothing = torch.empty(2, 2, 0, dtype=torch.int32, device=device)
+    out, lse = attend_decode(q, cache, nothing)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
 def test_queries_may_begin_anywhere(device: torch.device) -> None:
     q, cache = problem(device, [500, 60])
     apart = torch.empty(q.numel() + 1, dtype=q.dtype, device=device)[1:].view(q.shape).copy_(q)

@@ -26,6 +26,8 @@ u32 pack(float low, float high) {
   return both[0] | static_cast<u32>(both[1]) << 16;
 }
 
+inline float power_of_two(float x) { return x < -126 ? 0.0f : std::exp2(x); }
+
 inline u32 load_word_if(bool inside, const void* from, u32 otherwise) {
   if (inside) std::memcpy(&otherwise, from, 4);
   return otherwise;

@@ -52,7 +52,7 @@ def fits(q: Tensor, cache: PagedKV, lists: Lists = (None, None), block: int = 64
         return False
     if (cache.key_scale, cache.value_scale) != (1.0, 1.0):
         return False
-    if _tokens(cache, lists, block) + block >= plan.MOST_TILES * plan.TILE:
+    if block > plan.LARGEST_BLOCK or _tokens(cache, lists, block) > plan.MOST_TOKENS:
         return False
     pools = (cache.keys, cache.values)
     return all(
@@ -82,6 +82,8 @@ def run(q: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float) -> tu
         UnsupportedError: No driver; or a graph is captured and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
+    if lists[0] is not None and lists[0].shape[2] == 0:  # it has no address to launch with
+        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     q = q.contiguous()
     if q.data_ptr() % _QUERY_BYTES:
         q = q.clone()

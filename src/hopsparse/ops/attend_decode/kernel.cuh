@@ -25,6 +25,7 @@
 #include "ptx/grid.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/special.cuh"
 
 namespace attend_decode {
 
@@ -92,9 +93,9 @@ __device__ __forceinline__ float weigh(Seen<C>& seen, u32 (&weights)[2], float (
   most = fmaxf(most, of_lane_xor(most, 1));
   most = fmaxf(most, of_lane_xor(most, 2));
   const float top = fmaxf(seen.top[half], most - kRaise<C::kType>), base = base_of(top);
-  const float factor = exp2f(seen.top[half] - base);
+  const float factor = power_of_two(seen.top[half] - base);
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) x[i] = exp2f(x[i] - base);
+  for (u32 i = 0; i < 4; ++i) x[i] = power_of_two(x[i] - base);
   seen.top[half] = top;
   seen.sum[half] = seen.sum[half] * factor + ((x[0] + x[1]) + (x[2] + x[3]));
   weights[0] = pack<C::kType>(x[0], x[1]);

@@ -2,11 +2,12 @@
 #pragma once
 #include "./facts.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/special.cuh"
 
 namespace attend_decode {
 
 // Of parts with their own maxima: what one of them counts for beside the largest.
-__device__ __forceinline__ float part_of(float top, float base) { return exp2f(top - base); }
+__device__ __forceinline__ float part_of(float top, float base) { return power_of_two(top - base); }
 
 // The result of one entry, of parts that were summed.
 template <class C>

@@ -16,8 +16,8 @@ DIMS, GROUPS = (64, 128, 256), (8, 16)
 SPLITS = (1, 2, 4, 8, 16)
 #: Tokens of a tile, which lies in one page.
 TILE = 16
-#: Tiles of a list are counted in 32 bits, with room to look ahead.
-MOST_TILES = 2**31
+#: Tokens of a block and a length are added in 32 bits; so are tiles of a list and a look ahead.
+LARGEST_BLOCK, MOST_TOKENS = 2**31, 2**35
 
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
 _BLOCKS_PER_SM = 2
