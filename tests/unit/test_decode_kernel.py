@@ -190,6 +190,16 @@ def test_two_blocks_of_every_kernel_share_an_sm() -> None:
         plan.spec_for("float32", 128, 8)
 
 
+def test_enough_is_in_flight_while_a_tile_is_used() -> None:
+    """By Little's law: what memory delivers to an SM in the microsecond that a read takes."""
+    target = TARGETS["h200"]
+    for dim in plan.DIMS:
+        for group in plan.GROUPS:
+            stages = plan.stages_for(dim, group) - 1
+            in_flight = 2 * plan.warps_for(dim) * stages * 2 * plan.TILE * 2 * dim
+            assert in_flight >= target.read_bandwidth / target.sm_count * 1e-6, (dim, group)
+
+
 def test_a_kernel_is_known_for_every_number_of_blocks() -> None:
     for spec in plan.every_spec():
         variants = plan.splits_of(spec)

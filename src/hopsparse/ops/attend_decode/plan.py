@@ -20,6 +20,7 @@ TILE = 16
 LARGEST_BLOCK, MOST_TOKENS = 2**31, 2**35
 
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
+DTYPES = tuple(_TYPES)
 _BLOCKS_PER_SM = 2
 # So many tokens (dim 128) keep a block busy for 30 us, beside which it starts and merges quickly.
 # More blocks even out lists of different lengths.
