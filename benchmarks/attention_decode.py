@@ -5,8 +5,8 @@
 bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case: attend_decode over
 random lists of the budget; score_blocks, select and attend_decode in one graph; attend_decode over
 all tokens; and scaled_dot_product_attention. Keys of two caches are used in turns, so that the L2
-cache holds no long one. --splits times attend_decode with other numbers of blocks a list than it
-plans. Appends one JSON row a case and contender, with the bytes of keys and values that it reads.
+cache holds no long one. Appends one JSON row a case and contender, with the bytes of keys and
+values that it reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from hopsparse.measure import record
 from hopsparse.measure.clock import Contender, gpu, time_side_by_side
 from hopsparse.ops import KeyBlocks, append_keys, attend_decode, contiguous_pages, score_blocks
 from hopsparse.ops import select as choose
-from hopsparse.ops.attend_decode.device import enqueue
-from hopsparse.ops.attend_decode.plan import SPLITS
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 CASES = ((1, 32_768), (1, 131_072), (8, 32_768), (8, 131_072), (32, 32_768))
@@ -39,35 +37,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--splits", type=int, nargs="*", default=[], choices=SPLITS)
     options = parser.parse_args()
     for name, least in (("rounds", 1), ("budget", PAGE)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: at least {least}")
     facts = record.environment(gpu())
     for batch, context in CASES:
-        for row in measured(batch, context, options.budget, options.rounds, options.splits):
+        for row in measured(batch, context, options.budget, options.rounds):
             told = "refused" if row["us"] is None else f"{row['us']:9.2f} us"
             print(f"{batch:>3} x {context:<8} {row['contender']:<28} {told}")
             record.append(options.out, facts | row)
 
 
-def measured(
-    batch: int, context: int, budget: int, rounds: int, splits: list[int]
-) -> list[record.Row]:
+def measured(batch: int, context: int, budget: int, rounds: int) -> list[record.Row]:
     """Rows of one case."""
     caches = [tokens(batch, context) for _ in range(2)]
     q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     few, every = budget * TOKEN_BYTES * batch, context * TOKEN_BYTES * batch
-    steps = [step(q, keys, values, budget, splits) for keys, values in caches]
+    steps = [step(q, keys, values, budget) for keys, values in caches]
     contenders = [
         (Contender("attend_decode", [each[0] for each in steps]), few),
         (Contender("score, select, attend", [each[1] for each in steps]), few),
         (Contender("attend_decode, all tokens", [each[2] for each in steps]), every),
-        *(
-            (Contender(f"attend_decode, split by {count}", [each[3 + i] for each in steps]), few)
-            for i, count in enumerate(splits)
-        ),
         *(
             (Contender(f"dense, {name}", [dense(q, *each, name) for each in caches]), every)
             for name in BACKENDS
@@ -96,9 +87,9 @@ def tokens(batch: int, context: int) -> tuple[Tensor, Tensor]:
 
 
 def step(
-    q: Tensor, keys: Tensor, values: Tensor, budget: int, splits: list[int]
-) -> list[Callable[[], object]]:
-    """attend_decode over lists; with scores and selection; over all tokens; and cut otherwise."""
+    q: Tensor, keys: Tensor, values: Tensor, budget: int
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
+    """attend_decode over lists; with scores and selection; and over all tokens."""
     batch, context = keys.shape[0], keys.shape[2]
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     cache = contiguous_pages(keys, values, lengths, PAGE)
@@ -112,18 +103,11 @@ def step(
         found = choose(score_blocks(q, blocks, lengths), budget // PAGE, sink=1, recent=1)
         return attend_decode(q, cache, *found, block=PAGE)
 
-    results = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-    def cut(count: int) -> Callable[[], object]:
-        lists = (indices, counts)
-        return lambda: enqueue(results, q, cache, lists, PAGE, DIM**-0.5, count)
-
-    return [
+    return (
         lambda: attend_decode(q, cache, indices, counts, block=PAGE),
         whole,
         lambda: attend_decode(q, cache, block=PAGE),
-        *map(cut, splits),
-    ]
+    )
 
 
 def dense(q: Tensor, keys: Tensor, values: Tensor, name: str) -> Callable[[], object]:

@@ -65,7 +65,7 @@ inline void store_async_x4(u32 address, u32 bar, u32 a, u32 b, u32 c, u32 d) {
 }
 
 // Lane i has the address of row i % 8 of matrix i / 8.
-inline void load_matrices_x4(u32 (&words)[4], u32 address) {
+inline void load_matrix_x4(u32 (&words)[4], u32 address) {
   const u32 lane = threadIdx.x % 32;
   meet(address, [&](const u32* rows) {
     for (u32 m = 0; m < 4; ++m) {
@@ -92,8 +92,9 @@ inline void load_transposed_x4(u32* words, u32 address) {
 // Of each warp of the one cluster that runs: what its lanes bring to a product.
 inline u32 fragments[16][8][32][6];
 
-template <Type T>
-void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool Bf16>
+void multiply_add(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
+  constexpr Type kType = Bf16 ? Type::bf16 : Type::f16;
   auto& mine = fragments[rank_here][threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (u32 i = 0; i < 4; ++i) mine[lane][i] = a[i];
@@ -106,17 +107,11 @@ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       const u32 of_a = mine[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
       const u32 of_b = mine[column * 4 + k % 8 / 2][4 + k / 8];
       const u32 shift = k % 2 * 16;
-      total += double(unpack<T>(of_a >> shift & 0xFFFF)) * unpack<T>(of_b >> shift & 0xFFFF);
+      total += double(unpack<kType>(of_a >> shift & 0xFFFF)) * unpack<kType>(of_b >> shift & 0xFFFF);
     }
     sum[i] = static_cast<float>(total);
   }
   __syncwarp();
-}
-inline void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  mma<Type::bf16>(sum, a, b0, b1);
-}
-inline void mma_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  mma<Type::f16>(sum, a, b0, b1);
 }
 
 // Copies that arrive only when they are waited for, so that a wait for too few of them shows. Those

@@ -64,11 +64,3 @@ __device__ __forceinline__ void load_transposed_x4(u32* words, u32 address) {
                : "r"(address)
                : "memory");
 }
-
-// As they are stored: lane i gets row i / 4 and columns 2 (i % 4), + 1 of every matrix.
-__device__ __forceinline__ void load_matrices_x4(u32 (&words)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}

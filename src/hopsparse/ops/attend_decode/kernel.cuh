@@ -24,21 +24,12 @@
 #include "ptx/base.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/power.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/special.cuh"
 
 namespace attend_decode {
 
 // ---- products ------------------------------------------------------------------------------
-
-template <Type T>
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (T == Type::bf16) {
-    mma_bf16(sum, a, b0, b1);
-  } else {
-    mma_f16(sum, a, b0, b1);
-  }
-}
 
 // A lane's queries of 16 dims; those of heads that are not there are zeros.
 template <class C>
@@ -109,16 +100,17 @@ template <class C>
 __device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 at, float scale,
                                      u32 tokens) {
   constexpr int kSteps = Seen<C>::kSteps, kHalves = Seen<C>::kHalves;
+  constexpr bool kBf16 = C::kType == Type::bf16;
   const u32 lane = threadIdx.x % 32;
   // Heads by tokens 0 to 7, and 8 to 15, of even and of odd steps: chains of half the length.
   float scores[2][2][4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     u32 keys[4];
-    load_matrices_x4(keys, stage + (at ^ step * 32));
+    load_matrix_x4(keys, stage + (at ^ step * 32));
     const u32(&q)[4] = C::kSharedQueries ? s.q[step][lane] : seen.q[step];
-    multiply_add<C::kType>(scores[step % 2][0], q, keys[0], keys[1]);
-    multiply_add<C::kType>(scores[step % 2][1], q, keys[2], keys[3]);
+    multiply_add<kBf16>(scores[step % 2][0], q, keys[0], keys[1]);
+    multiply_add<kBf16>(scores[step % 2][1], q, keys[2], keys[3]);
   }
   u32 weights[kHalves][2];
   float factor[kHalves];
@@ -153,7 +145,7 @@ __device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 a
     load_transposed_x4(values, stage + kTile * Smem<C>::kRow + (at ^ step * 32));
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      multiply_add<C::kType>(seen.out[step][half], values, weights[half][0], weights[half][1]);
+      multiply_add<kBf16>(seen.out[step][half], values, weights[half][0], weights[half][1]);
     }
   }
 }

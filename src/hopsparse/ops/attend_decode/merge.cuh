@@ -2,7 +2,7 @@
 #pragma once
 #include "./facts.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/special.cuh"
+#include "ptx/power.cuh"
 
 namespace attend_decode {
 

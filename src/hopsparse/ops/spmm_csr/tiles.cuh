@@ -12,7 +12,6 @@
 
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
-#include "ptx/mma.cuh"
 
 namespace spmm_csr_tiles {
 
@@ -84,9 +83,15 @@ template <class C>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const u32 (&w)[4], u64 x) {
   const u32 low = u32(x), high = u32(x >> 32);
   if constexpr (C::kType == Type::bf16) {
-    mma_bf16(sum, w, low, high);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
   } else {
-    mma_f16(sum, w, low, high);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
   }
 }
 
