@@ -105,7 +105,7 @@ def shape_for(columns: int, rows: int) -> Shape:
         >>> shape_for(8192, 99).cluster, shape_for(8193, 16).cluster, shape_for(8193, 17).cluster
         (1, 8, 1)
     """
-    many = SHAPES_OF_MANY if rows >= MANY_ROWS else ()
+    many: tuple[Shape, ...] = SHAPES_OF_MANY if rows >= MANY_ROWS else ()
     for shape in (SHAPES[0], *many, *SHAPES[1:]):
         if columns <= shape.longest:
             return shape
