@@ -6,9 +6,6 @@
 
 #include "cuda_on_cpu.hpp"
 
-inline void wait_for_previous() {}
-inline void let_next_start() {}
-
 template <>
 inline float unpack<Type::f16>(u32 word) {
   return static_cast<float>(std::bit_cast<_Float16>(static_cast<u16>(word)));
