@@ -11,20 +11,10 @@ from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.formats import BSR
 from hopsparse.ops.spmm_bsr.explain import explain
 from hopsparse.plan import TARGETS
+from tests.helpers.blocks import pattern
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops" / "spmm_bsr.md"
 H200 = TARGETS["h200"]
-
-
-def pattern(out: int, k: int, block: int, sparsity: float) -> BSR:
-    """A weight whose blocks are random, and whose values nobody asks for."""
-    torch.manual_seed(0)
-    kept = torch.rand(out // block, k // block) >= sparsity
-    row, column = kept.nonzero().unbind(1)
-    counts = torch.bincount(row, minlength=out // block)
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
-    values = torch.zeros(1, dtype=torch.bfloat16).expand(len(column), block, block)
-    return BSR((out, k), values, column.int(), indptr, (block, block))
 
 
 def predicted_table() -> list[str]:
