@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hopsparse.ops.spmm_bsr.fragments import fragments_of
 from hopsparse.ops.spmm_bsr.schedule import Problem, predicted_us
 from hopsparse.ops.spmm_bsr.strips import Strips, strips_of
 from hopsparse.plan import TARGETS
@@ -70,3 +71,19 @@ def test_what_runs_is_what_was_fastest(block: int, sparsity: float) -> None:
     assert measured[decision.config.name] <= 1.01 * fastest
     # Dense is predicted to be as fast as it ever was, so that a doubt is decided for it.
     assert 0.89 * measured["cublas"] < decision.dense_us < 1.03 * measured["cublas"]
+
+
+@pytest.mark.parametrize(("block", "sparsity"), [(32, 0.8), (32, 0.9), (16, 0.8), (16, 0.9)])
+def test_small_blocks_run_what_is_predicted_to_be_clearly_faster(
+    block: int, sparsity: float
+) -> None:
+    """Than the dense product as it was measured, and than the fastest tile that was."""
+    made, measured = strips(block, sparsity), times(block, sparsity)
+    fragments = fragments_of(pattern(SIZES.out, SIZES.k, block, sparsity))
+    known = plan.candidates(made.panels, made.width)
+    decision = plan.decide(made.lengths, known, SIZES, "bfloat16", H200, fragments=fragments)
+    fastest = min(measured["cublas"], *(measured[config.name] for config in known))
+    assert decision.uses_kernel(kept=True)
+    assert not decision.is_measured
+    assert "never timed" in decision.why(kept=True)
+    assert 1.15 * decision.kernel_us < fastest

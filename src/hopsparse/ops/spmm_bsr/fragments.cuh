@@ -159,25 +159,29 @@ __device__ __forceinline__ void produce(const Args& args, u32 smem, Place<C> at)
 template <class C>
 using Sums = float[C::kHeight][C::kTokens / 8][4];
 
-// The pieces of a slot: kHeld of them in registers, asked for that long before they are needed; as
-// many as 112 registers hold beside 64 sums. Held in turns, since moving one would wait for it.
+// The pieces of a slot: kHeld of them in registers, asked for that long before they are needed, and
+// kBehind more on their way to L1. Held in turns, since moving one would wait for it.
 template <class C>
 struct Pieces {
-  static constexpr int kHeld = C::kHeight == 1 ? 3 : 2;
   const u8* from;
   int left;  // that were not asked for yet
-  Piece a[kHeld][C::kHeight];
+  Piece a[C::kHeld][C::kHeight];
 
   __device__ __forceinline__ Pieces(const Args& args, int first, int end)
       : from(args.values + first * (512LL * C::kHeight) + threadIdx.x % 32 * 16),
         left(end - first),
         a{} {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) ask(i);
+    for (int i = 0; i < C::kHeld; ++i) ask(i);
   }
   __device__ __forceinline__ void ask(int i) {
 #pragma unroll
-    for (int h = 0; h < C::kHeight; ++h) reload_here_if(a[i][h], left > 0, from + h * 512);
+    for (int h = 0; h < C::kHeight; ++h) {
+      reload_here_if(a[i][h], left > 0, from + h * 512);
+      if (C::kBehind > 0 && left > C::kBehind) {
+        prefetch_l1(from + C::kBehind * 512 * C::kHeight + h * 512);
+      }
+    }
     from += 512 * C::kHeight;
     --left;
   }
@@ -218,18 +222,18 @@ __device__ __forceinline__ u32 lane_in_box() {
 template <class C>
 __device__ __forceinline__ void multiply_piece(Sums<C>& d, u32 word, const Piece (&a)[C::kHeight],
                                                u32 stage) {
-  constexpr int kLoads = C::kTokens / 16, kHeld = kLoads < 3 ? kLoads : 3;
+  constexpr int kLoads = C::kTokens / 16, kBuffers = kLoads < 3 ? kLoads : 3;
   const u32 x = (stage + word / 4 % 2 * Smem<C>::kBox) ^ (word % 4 * 32);
-  u32 b[kHeld][4];
+  u32 b[kBuffers][4];
 #pragma unroll
-  for (int i = 0; i < kHeld - 1; ++i) load_matrix_x4(b[i], x + i * 16 * kRowBytes);
+  for (int i = 0; i < kBuffers - 1; ++i) load_matrix_x4(b[i], x + i * 16 * kRowBytes);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const int next = i + kHeld - 1;
-    if (next < kLoads) load_matrix_x4(b[next % kHeld], x + next * 16 * kRowBytes);
+    const int next = i + kBuffers - 1;
+    if (next < kLoads) load_matrix_x4(b[next % kBuffers], x + next * 16 * kRowBytes);
 #pragma unroll
     for (int h = 0; h < C::kHeight; ++h) {
-      const u32(&now)[4] = b[i % kHeld];
+      const u32(&now)[4] = b[i % kBuffers];
       multiply_add<C::kNumbers == Type::bf16>(d[h][2 * i], a[h].word, now[0], now[1]);
       multiply_add<C::kNumbers == Type::bf16>(d[h][2 * i + 1], a[h].word, now[2], now[3]);
     }
@@ -291,9 +295,9 @@ __device__ __forceinline__ void sum_slot(const Args& args, Sums<C>& d, Walk<C>& 
   walk.wait();
   u32 word = words.at(0);
 #pragma unroll 1
-  for (int piece = 0; piece < count; piece += Pieces<C>::kHeld) {
+  for (int piece = 0; piece < count; piece += C::kHeld) {
 #pragma unroll
-    for (int i = 0; i < Pieces<C>::kHeld; ++i) {
+    for (int i = 0; i < C::kHeld; ++i) {
       if (piece + i < count) {
         walk.go_to(word / 8);
         const u32 stage = lane_at + walk.ring.stage * Smem<C>::kSlab, now = word;

@@ -24,7 +24,6 @@ SLOTS = 16  # of a strip: warps that multiply
 STRIPS = 2  # of a pair: blocks of a cluster
 SLAB = 128  # columns of k that arrive together
 COLUMNS = SLAB // TILE  # a word is 8 x the slab, as the pair counts them, + its column there
-AHEAD = 2  # pieces that are asked for before the one that is multiplied
 _QUARTERS = 4  # of an SM: warps of one share tensor cores
 
 
@@ -46,8 +45,8 @@ class Fragments:
 
     Attributes:
         height: Fragments of a piece: a slot has 16 x as many rows.
-        words: 8 x slab + column of each piece, int32 [pieces + AHEAD].
-        source: Which 16 x 16 tile of the stored values each fragment is, int32 [pieces + AHEAD,
+        words: 8 x slab + column of each piece, int32 [pieces].
+        source: Which 16 x 16 tile of the stored values each fragment is, int32 [pieces,
             height]; tiles are counted by stored block, then rows, then columns.
         slots: First row, first piece, end of its pieces, 0, int32 [pairs, STRIPS, SLOTS, 4].
         slabs: Which slab of k each slab of a pair is, int32 [slabs of all pairs].
@@ -74,7 +73,7 @@ class Fragments:
     @cached_property
     def pieces(self) -> int:
         """Of all slots."""
-        return self.words.numel() - AHEAD
+        return self.words.numel()
 
     def pack(self, values: Tensor) -> Tensor:
         """The weights of all pieces, as lanes have them in registers.
@@ -83,7 +82,7 @@ class Fragments:
             values: As `BSR.values`, of 16 bits: blocks that `height_of` has a height for.
 
         Returns:
-            [pieces + AHEAD, height, 32 lanes, 8]: lane i has rows i / 4 and i / 4 + 8; of each, first
+            [pieces, height, 32 lanes, 8]: lane i has rows i / 4 and i / 4 + 8; of each, first
             the columns 2 (i % 4), + 1, then those 8 further.
         """
         bits = values.detach().contiguous().view(torch.int16)
@@ -91,8 +90,6 @@ class Fragments:
         shape = (count, height // TILE, 2, 8, width // TILE, 2, 4, 2)
         # Block, its rows of tiles, rows 8 apart, rows; columns of tiles, columns 8 apart, pairs.
         lanes = bits.view(shape).permute(0, 1, 4, 3, 6, 5, 2, 7).reshape(-1, 32, 8)
-        if not lanes.numel():
-            lanes = bits.new_zeros(1, 32, 8)
         return lanes[self.source.long()].view(values.dtype)
 
 
@@ -134,11 +131,10 @@ def fragments_of(w: BSR) -> Fragments:
     pairs = torch.stack([by_work, first_slab[by_work], walked[by_work], 0 * by_work], 1)
     below = torch.arange(height, device=device) * (w.block[1] // TILE)
     source = tile[order][:, None] + below
-    pad = (0, 0, 0, AHEAD)
     return Fragments(
         height,
-        torch.nn.functional.pad(word[order], (0, AHEAD)).to(torch.int32),
-        torch.nn.functional.pad(source, pad).to(torch.int32),
+        word[order].to(torch.int32),
+        source.to(torch.int32),
         slots.view(pair_count, STRIPS, SLOTS, 4).to(torch.int32).contiguous(),
         (keys % slab_count).to(torch.int32),
         pairs.to(torch.int32).contiguous(),
@@ -168,7 +164,7 @@ def _dealt(counts: Tensor) -> Tensor:
     Args:
         counts: Pieces of each slot, [strips, SLOTS].
     """
-    longest = counts.argsort(1, descending=True, stable=True)
+    longest = counts.argsort(dim=1, descending=True, stable=True)
     rank = torch.arange(SLOTS, device=counts.device)
     turn, place = rank // _QUARTERS, rank % _QUARTERS
     warp = turn * _QUARTERS + torch.where(turn % 2 == 0, place, _QUARTERS - 1 - place)

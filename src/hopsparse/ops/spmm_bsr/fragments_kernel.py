@@ -20,6 +20,9 @@ _CONSUMERS = SLOTS // 4  # warpgroups
 # Four warps more, of which one works: 17 warps would have 96 registers a thread, since one quarter
 # of the SM then has five of them; whole warpgroups hand theirs over.
 _THREADS = 128 * (_CONSUMERS + 1)
+#: Pieces that a warp has in registers, by their height: as many as 112 of them hold. Those behind
+#: them it has asked to come to L1.
+HELD, BEHIND = {1: 3, 2: 2}, {1: 0, 2: 2}
 _MOST_SUMS = 64  # height x tokens / 2 of a thread
 
 
@@ -153,6 +156,7 @@ def _text(
     return f"""
 struct Config {{
   static constexpr int kHeight = {config.height}, kTokens = {config.tokens};
+  static constexpr int kHeld = {HELD[config.height]}, kBehind = {BEHIND[config.height]};
   static constexpr int kCluster = {config.cluster}, kStages = {config.stages};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
