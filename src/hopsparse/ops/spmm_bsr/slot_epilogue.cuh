@@ -133,6 +133,7 @@ __device__ __forceinline__ void store_slot(const Args& args, Sums<C>& d, u32 sme
     store_directly<C>(args, d, terms, row0, token0);
   } else {
     const u32 buffers = smem + Smem<C>::kStoreAt + warp * 2 * Smem<C>::kStore;
+    __syncwarp();  // the last piece of the item before was read
 #pragma unroll
     for (int i = 0; i < C::kTokens / 16; ++i) {
       const u32 buffer = buffers + i % 2 * Smem<C>::kStore;
