@@ -15,7 +15,8 @@ from .fragments import SLAB, SLOTS, STRIPS, TILE
 MAP_BYTES = 128
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SMEM_BYTES = target("h200").smem_per_block
-_MOST_STAGES = 8
+# As many as leave 60 KiB of L1 to what is on its way there.
+_MOST_STAGES = 10
 _CONSUMERS = SLOTS // 4  # warpgroups
 # Four warps more, of which one works: 17 warps would have 96 registers a thread, since one quarter
 # of the SM then has five of them; whole warpgroups hand theirs over.
@@ -73,7 +74,7 @@ tokens in steps of 16, up to 64: a thread holds 64 sums. Try: tokens=64.
 
     @property
     def stages(self) -> int:
-        """Slabs that shared memory holds, 8 at most."""
+        """Slabs that shared memory holds, 10 at most."""
         return min(_MOST_STAGES, (_SMEM_BYTES - self._store_bytes) // (self.stage_bytes + 16))
 
     @property
