@@ -1,4 +1,4 @@
-"""score_blocks and append_keys as torch sees them: an operator each, for torch.compile and export."""
+"""score_blocks and append_keys as torch sees them: operators, for torch.compile and export."""
 
 from __future__ import annotations
 
