@@ -48,6 +48,7 @@ class Inputs:
 
     @property
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Low, high and total."""
         return self.blocks.low, self.blocks.high, self.blocks.total
 
 
