@@ -22,8 +22,6 @@ FILES = ("rows.cuh", "kernel.cuh", "append.cuh")
 _HERE = """
 #include "cuda_on_cpu.hpp"
 thread_local Index gridDim;
-inline void let_next_start() {}
-inline void wait_for_previous() {}
 inline void cluster_sync_relaxed() { cluster_sync(); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
