@@ -87,7 +87,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 VARIANTS = (
     Variant("bound", BF16, 64, 1),
     Variant("bound", BF16, 64, 4),
-    Variant("bound", BF16, 64, 2, 24),  # less than the rows: scored twice
+    Variant("bound", BF16, 64, 2, 70),  # less than the rows: scored twice
     Variant("bound", BF16, 128, 4),
     Variant("bound", BF16, 256, 2),
     Variant("bound", F32, 64, 4),

@@ -107,11 +107,11 @@ __device__ __forceinline__ void add_products(float (&sum)[4], const Row<C>& row,
   }
 }
 
-// The rows of a team against `kHeads` query heads from `first` on.
+// The rows of a team, the first of which is this block's row `own`, against `kHeads` query heads.
 template <class C>
 __device__ __forceinline__ void score_heads(Smem<C>& s, const Args& a,
                                             const Row<C> (&rows)[C::kRows], const Rows& r,
-                                            u32 first, u32 row, u32 begin, u32 end) {
+                                            u32 first, u32 own, u32 begin, u32 end) {
   constexpr int kValues = C::kHeads * C::kRows, kSums = C::kKind == Kind::mass ? 4 : 1;
   constexpr u32 kLanes = Facts<C>::kLanes, kEach = kLanes / kValues;
   const u32 lane = threadIdx.x % kLanes;
@@ -135,11 +135,13 @@ __device__ __forceinline__ void score_heads(Smem<C>& s, const Args& a,
   float sum[kSums];
 #pragma unroll
   for (int k = 0; k < kSums; ++k) sum[k] = gathered<C, kValues>(values[k]);
-  const u32 mine = lane / kEach, head = first + mine / C::kRows, own = row + mine % C::kRows;
+  const u32 mine = lane / kEach, head = first + mine / C::kRows;
+  own += mine % C::kRows;
   float score = sum[0];
   if constexpr (C::kKind == Kind::bound) score += kLeast;
   if constexpr (C::kKind == Kind::mass) {
-    const float tokens = static_cast<float>(own + 1 == r.count ? r.tokens : a.block);
+    const bool last = row_at<C>(r, own) + 1 == r.count;
+    const float tokens = static_cast<float>(last ? r.tokens : a.block);
     score = mass_of(sum[0], sum[1], fmaf(a.slack, sum[2], kLeast), sum[3], logf(tokens));
   }
   if (lane % kEach == 0 && head < a.group && own < end) {
@@ -147,28 +149,29 @@ __device__ __forceinline__ void score_heads(Smem<C>& s, const Args& a,
   }
 }
 
-// A team's rows among those of a step that starts at `first`.
+// A team's rows of a piece whose first is this block's row `first`.
 template <class C>
 __device__ __forceinline__ void load_rows(Raw<C> (&raw)[C::kRows], const Args& a, const Rows& r,
-                                          u32 first, u32 end) {
-  const u32 row = first + threadIdx.x / Facts<C>::kLanes * C::kRows;
+                                          u32 first) {
+  const u32 row = row_at<C>(r, first) + threadIdx.x / Facts<C>::kLanes * C::kRows;
 #pragma unroll
-  for (int j = 0; j < C::kRows; ++j) load_row<C>(raw[j], a, r, row + j, end);
+  for (int j = 0; j < C::kRows; ++j) load_row<C>(raw[j], a, r, row + j);
 }
 
-// Rows from `begin` to `end`, the first of which are on their way, against every query head, into
-// shared memory.
+// This block's rows from `begin` to `end`, the first of which are on their way, against every query
+// head, into shared memory.
 template <class C>
 __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
                                       Raw<C> (&now)[C::kRows], u32 begin, u32 end) {
   constexpr u32 kStep = Facts<C>::kStep, kOfWarp = Facts<C>::kTeams * C::kRows;
   const float whole = Facts<C>::kOfMean / static_cast<float>(a.block);
   const float last = Facts<C>::kOfMean / static_cast<float>(max(r.tokens, 1u));
+  const u32 team = threadIdx.x / Facts<C>::kLanes * C::kRows;
 #pragma unroll 1
   for (u32 first = begin; first + threadIdx.x / 32 * kOfWarp < end; first += kStep) {
-    const u32 row = first + threadIdx.x / Facts<C>::kLanes * C::kRows;
     Raw<C> next[C::kRows];
-    load_rows<C>(next, a, r, first + kStep, end);
+    load_rows<C>(next, a, r, first + kStep);
+    const u32 row = row_at<C>(r, first) + team;
     Row<C> rows[C::kRows];
 #pragma unroll
     for (int j = 0; j < C::kRows; ++j) {
@@ -177,7 +180,7 @@ __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
     }
 #pragma unroll 1
     for (u32 head = 0; head < a.group; head += C::kHeads) {
-      score_heads<C>(s, a, rows, r, head, row, begin, end);
+      score_heads<C>(s, a, rows, r, head, first + team, begin, end);
     }
   }
 }
@@ -241,8 +244,9 @@ template <class C>
 __device__ __forceinline__ void write(const Smem<C>& s, const Args& a, const Rows& r, u32 begin,
                                       u32 end) {
 #pragma unroll 1
-  for (u32 row = begin + threadIdx.x; row < end; row += Facts<C>::kThreads) {
-    const float* scores = s.scores + row - begin;
+  for (u32 own = begin + threadIdx.x; own < end; own += Facts<C>::kThreads) {
+    const float* scores = s.scores + own - begin;
+    const u32 row = row_at<C>(r, own);
     if (a.per_head) {
 #pragma unroll 1
       for (u32 g = 0; g < a.group; ++g) {
@@ -261,15 +265,14 @@ __device__ __forceinline__ void write(const Smem<C>& s, const Args& a, const Row
 
 // Blocks behind the end of the sequence.
 template <class C>
-__device__ __forceinline__ void write_none(const Args& a, const Rows& r, u32 rank,
-                                           u32 blocks_of_cluster) {
+__device__ __forceinline__ void write_none(const Args& a, const Rows& r) {
   const u32 heads = a.per_head ? a.group : 1;
 #pragma unroll 1
   for (u32 g = 0; g < heads; ++g) {
     float* to = a.scores + (r.head * heads + g) * a.blocks;
 #pragma unroll 1
-    for (u32 row = r.count + rank * Facts<C>::kThreads + threadIdx.x; row < a.blocks;
-         row += blocks_of_cluster * Facts<C>::kThreads) {
+    for (u32 row = r.count + r.rank * Facts<C>::kThreads + threadIdx.x; row < a.blocks;
+         row += r.size * Facts<C>::kThreads) {
       to[row] = -infinity();
     }
   }
@@ -280,29 +283,29 @@ template <class C>
 __device__ __forceinline__ void run(const Args& a) {
   extern __shared__ __align__(16) u8 memory[];
   Smem<C>& s = *reinterpret_cast<Smem<C>*>(memory);
-  const u32 rank = cluster_rank(), size = gridDim.x;
+  Rows r = rows_of<C>(a, cluster_rank(), gridDim.x);
   let_next_start();
   wait_for_previous();
   u32 tokens[1];
   load_written(tokens, true, a.lengths + blockIdx.z);
   Queries<C> queries;
   load_queries<C>(queries, a);
-  const Rows r = rows_of<C>(a, static_cast<int>(tokens[0]), rank, size);
   Raw<C> now[C::kRows];
-  load_rows<C>(now, a, r, r.begin, min(r.begin + r.room, r.end));
+  load_rows<C>(now, a, r, 0);
+  end_rows<C>(r, a, static_cast<int>(tokens[0]));
   keep_queries<C>(s, a, queries);
   if (threadIdx.x < 16) s.top[threadIdx.x] = -infinity(), s.sum[threadIdx.x] = 0;
   __syncthreads();
-  const u32 tiles = max((r.end - r.begin + r.room - 1) / r.room, 1u);
+  const u32 tiles = max((r.own + r.room - 1) / r.room, 1u);
   const bool once = tiles == 1 && !a.per_head;
   bool on_their_way = true;
 #pragma unroll 1
   for (u32 turn = a.per_head; turn < 2; ++turn) {
 #pragma unroll 1
     for (u32 tile = 0; tile < tiles; ++tile) {
-      const u32 begin = r.begin + tile * r.room, end = min(begin + r.room, r.end);
+      const u32 begin = tile * r.room, end = min(begin + r.room, r.own);
       if (turn == 0 || !once) {
-        if (!on_their_way) load_rows<C>(now, a, r, begin, end);
+        if (!on_their_way) load_rows<C>(now, a, r, begin);
         on_their_way = false;
         score<C>(s, a, r, now, begin, end);
         __syncthreads();
@@ -312,11 +315,11 @@ __device__ __forceinline__ void run(const Args& a) {
     }
     if (turn == 0) {
       cluster_sync();
-      merge<C>(s, a, size);
+      merge<C>(s, a, r.size);
       __syncthreads();
     }
   }
-  write_none<C>(a, r, rank, size);
+  write_none<C>(a, r);
   if (!a.per_head) cluster_sync_relaxed();  // nobody leaves while its memory is read
 }
 

@@ -45,14 +45,16 @@ struct Smem {
   float scores[C::kScores];  // [query head][row]
 };
 
-// What a block of threads knows of its rows.
+// What a block of threads knows of its rows. They come in pieces of kStep, which the blocks of the
+// cluster take in turns: the first piece is known before the length is, and any length is shared.
 struct Rows {
-  u32 count;       // rows of the sequence
-  u32 begin, end;  // this block's
-  u32 tokens;      // of the last row of the sequence
-  u32 room;        // rows that shared memory has room for
-  u64 head;        // of keys, counted over all sequences
+  u64 head;  // of keys, counted over all sequences
   const u8 *low, *high, *total;
+  u32 rank, size;  // of the cluster
+  u32 room;        // rows that shared memory has room for, whole pieces
+  u32 count;       // rows of the sequence
+  u32 own;         // and of them this block's
+  u32 tokens;      // of the last row of the sequence
 };
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
@@ -71,23 +73,37 @@ __device__ __forceinline__ float power(float value, float top) {
 // ---- reading -------------------------------------------------------------------------------
 
 template <class C>
-__device__ __forceinline__ Rows rows_of(const Args& a, int tokens, u32 rank,
-                                        u32 blocks_of_cluster) {
+__device__ __forceinline__ Rows rows_of(const Args& a, u32 rank, u32 size) {
   Rows r;
   const u32 batch = blockIdx.z, head = blockIdx.y;
-  const u32 room = static_cast<u32>(min(u64(a.blocks) * a.block, u64(0x7FFFFFFF)));
-  const u32 length = static_cast<u32>(min(max(tokens, 0), static_cast<int>(room)));
-  r.count = (length + a.block - 1) / a.block;
-  r.tokens = length - (r.count > 0 ? r.count - 1 : 0) * a.block;
-  const u32 part = (r.count + blocks_of_cluster - 1) / blocks_of_cluster;
-  r.begin = min(rank * part, r.count);
-  r.end = min(r.begin + part, r.count);
-  r.room = C::kScores / a.group;
   r.head = u64(batch) * a.kv_heads + head;
   r.low = a.low + (batch * a.low_batch + head * a.low_head) * Facts<C>::kBytes;
   r.high = a.high + (batch * a.high_batch + head * a.high_head) * Facts<C>::kBytes;
   r.total = a.total + (batch * a.total_batch + head * a.total_head) * 4;
+  r.rank = rank;
+  r.size = size;
+  r.room = C::kScores / a.group / Facts<C>::kStep * Facts<C>::kStep;
+  r.count = a.blocks;  // until the length is known
   return r;
+}
+
+template <class C>
+__device__ __forceinline__ void end_rows(Rows& r, const Args& a, int tokens) {
+  constexpr u32 kStep = Facts<C>::kStep;
+  const u32 most = static_cast<u32>(min(u64(a.blocks) * a.block, u64(0x7FFFFFFF)));
+  const u32 length = static_cast<u32>(min(max(tokens, 0), static_cast<int>(most)));
+  r.count = (length + a.block - 1) / a.block;
+  r.tokens = length - (r.count > 0 ? r.count - 1 : 0) * a.block;
+  const u32 pieces = (r.count + kStep - 1) / kStep;
+  r.own = (pieces + r.size - 1 - r.rank) / r.size * kStep;
+  // Only the last piece may be cut.
+  if (pieces > 0 && (pieces - 1) % r.size == r.rank) r.own -= pieces * kStep - r.count;
+}
+
+// The row of the sequence that is this block's row `own`.
+template <class C>
+__device__ __forceinline__ u32 row_at(const Rows& r, u32 own) {
+  return (own / Facts<C>::kStep * r.size + r.rank) * Facts<C>::kStep + own % Facts<C>::kStep;
 }
 
 // Where entry d of a row lies among those of q: entries 0 to 3 of all lanes, then 4 to 7, so that
@@ -161,9 +177,8 @@ struct Raw {
 };
 
 template <class C>
-__device__ __forceinline__ void load_row(Raw<C>& raw, const Args& a, const Rows& r, u32 row,
-                                         u32 end) {
-  const bool in = row < end;
+__device__ __forceinline__ void load_row(Raw<C>& raw, const Args& a, const Rows& r, u32 row) {
+  const bool in = row < r.count;
   const u32 lane = threadIdx.x % Facts<C>::kLanes;
   const long long at = row;
   if constexpr (Facts<C>::kRange) {
