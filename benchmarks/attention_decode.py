@@ -5,9 +5,9 @@
 bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case: attend_decode over
 random lists of the budget; score_blocks, select and attend_decode in one graph; the same behind
 append_keys of the newest token, also with kernels that start before the one ahead has ended;
-attend_decode over all tokens; and scaled_dot_product_attention. Keys of two caches are used in turns, so that the L2
-cache holds no long one. Appends one JSON row a case and contender, with the bytes of keys and
-values that it reads.
+attend_decode over all tokens; and scaled_dot_product_attention. Keys of two caches are used in
+turns, so that the L2 cache holds no long one. Appends one JSON row a case and contender, with the
+bytes of keys and values that it reads.
 """
 
 from __future__ import annotations
