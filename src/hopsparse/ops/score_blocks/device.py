@@ -24,8 +24,6 @@ from . import plan, reference
 from .layout import NAMES, Kept
 
 _Q_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-# Rows that the usual cluster scores in one or two steps: more blocks would have nothing to do.
-_FEW_ROWS = 256
 
 _BOUND = KnownLaunches()
 
@@ -105,15 +103,14 @@ def enqueue(
 
 
 def _kernel(shape: plan.Shape, pairs: int, rows: int, cluster: int | None, device: int) -> Kernel:
-    """The kernel with large clusters where all of them run at once, and have something to do."""
-    usual, large = plan.CLUSTERS
-    if cluster is not None:
-        return _loaded(plan.spec_for(shape, cluster), device)
-    if rows > _FEW_ROWS and pairs * large <= device_facts(device).sm_count:
-        kernel = _loaded(plan.spec_for(shape, large), device)
+    """The kernel with the largest clusters that are of use, and of which all run at once."""
+    sizes = plan.clusters_for(pairs, rows, device_facts(device).sm_count)
+    *large, last = sizes if cluster is None else (cluster,)
+    for size in large:
+        kernel = _loaded(plan.spec_for(shape, size), device)
         if max_active_clusters(kernel) >= pairs:
             return kernel
-    return _loaded(plan.spec_for(shape, usual), device)
+    return _loaded(plan.spec_for(shape, last), device)
 
 
 def _loaded(spec: KernelSpec, device: int) -> Kernel:

@@ -13,8 +13,12 @@ from ...plan.spec import KernelSpec
 DIMS, MOST_GROUP = (64, 128, 256), 16
 #: Query heads that a row of a block meets at once; more of them come four by four.
 HEADS = (1, 2, 4)
-#: Blocks of a cluster, the usual one first; the other where all clusters run at once.
-CLUSTERS = (8, 16)
+#: Blocks of threads of a cluster: where heads of keys fill the GPU, as a rule, and where there are
+#: few of them.
+CLUSTERS = (2, 8, 16)
+#: Blocks of threads for each SM, two of which run at once, from which on clusters are small: each
+#: has its start to pay for.
+MOST_BLOCKS = 4
 KINDS = ("bound", "mean", "mass")
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 #: Tokens of a block, at most: with more of them the slack of float32 is as large as the scores.
@@ -22,6 +26,7 @@ MOST_TOKENS = 1 << 20
 
 WARPS = 8
 _SCORES = 8192  # of a block of threads that are kept
+_FEW_ROWS = 256
 
 # Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
 # ahead, and the cluster.
@@ -176,6 +181,26 @@ def append_spec_for(dtype: str, dim: int) -> KernelSpec:
 
 
 APPEND_WARPS = 4
+
+
+def clusters_for(pairs: int, rows: int, sm_count: int) -> tuple[int, ...]:
+    """Clusters to try in turn: a large one must be able to run for all pairs at once.
+
+    Args:
+        pairs: Heads of keys of all sequences.
+        rows: Blocks of keys that there is room for, of each.
+        sm_count: Of the GPU.
+
+    Example:
+        >>> clusters_for(8, 2048, 132), clusters_for(64, 2048, 132), clusters_for(256, 512, 132)
+        ((16, 8), (8,), (2,))
+    """
+    small, usual, large = CLUSTERS
+    if pairs * usual > MOST_BLOCKS * sm_count:
+        return (small,)
+    # Rows that the usual one scores in a step or two leave nothing for more blocks of threads.
+    several = rows > _FEW_ROWS and pairs * large <= 2 * sm_count
+    return (large, usual) if several else (usual,)
 
 
 def append_grid(blocks: int, block: int, kv_heads: int, new: int) -> int:
