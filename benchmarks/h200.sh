@@ -58,7 +58,10 @@ step() {
     bsr) bench 420 spmm_bsr spmm_bsr ;;
     csr) bench 420 spmm_csr spmm_csr ;;
     selection) bench 180 selection selection ;;
-    attention) bench 180 attention_decode attention_decode ;;
+    attention)
+      bench 180 attention_scores attention_scores
+      bench 180 attention_decode attention_decode
+      ;;
     hybrid) bench 180 hybrid_gradient hybrid_gradient ;;
     models)
       run 580 "$python" -m hopsparse bench model --config llama-3-8b --out "$out/models.jsonl"
