@@ -191,11 +191,17 @@ __device__ __forceinline__ u64 values_at(u32 smem, u32 stage) {
          u64(Smem<C>::kPanel >> 4) << 16;
 }
 
-// The compiler may not touch sums that are in flight, nor read them before the wait above.
+// The compiler may not touch sums that are in flight, nor read them before the wait above; nor
+// write operands behind the fence below.
 template <int Count>
 __device__ __forceinline__ void hold(float (&sums)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+template <int Count>
+__device__ __forceinline__ void hold(u32 (&words)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(words[i])::"memory");
 }
 
 // Scores that are there become powers: their mask, the release of their keys, their maxima.
@@ -238,6 +244,8 @@ __device__ __forceinline__ void attend(float (&o)[C::kDim / 2], Softmax& softmax
     Tile<C> next;
     next.wait(smem, keys, end);
     if constexpr (C::kTurns) wait_for_turn(wg);
+    hold(o);
+    hold(p);
     wgmma_fence();
     C::score(s, q, keys_at<C>(smem, keys.stage));
     wgmma_commit();
@@ -261,6 +269,8 @@ __device__ __forceinline__ void attend(float (&o)[C::kDim / 2], Softmax& softmax
     pack_weights<C>(p, s);
     tile = next;
   }
+  hold(o);
+  hold(p);
   wgmma_fence();
   C::weigh(o, p, values_at<C>(smem, values.stage));
   wgmma_commit();

@@ -95,6 +95,12 @@ struct Walk {
   }
 };
 
+// All lanes pass before one of them fills what was waited for: it could be emptied again at once.
+__device__ __forceinline__ void wait_together(u32 bar, u32 parity) {
+  mbarrier_wait(bar, parity);
+  __syncwarp();
+}
+
 // One tile of keys, or of values: a copy a page and 64 columns, all on one barrier.
 template <class C>
 __device__ __forceinline__ void load_tile(const TensorMap& map, u32 tile, u32 bar, u32 pages,
@@ -120,7 +126,7 @@ __device__ __forceinline__ void send(const Args& a, u32 smem, const Walk& walk, 
   using S = Smem<C>;
   const Bars<C> bars(smem);
   const u32 lane = threadIdx.x % 32, stage = ring.stage;
-  mbarrier_wait(bars.keys_empty(stage), ring.parity);
+  wait_together(bars.keys_empty(stage), ring.parity);
   if (lane < kPieces) {
     store_shared_u32(smem + S::kFirstAt + (stage * kPieces + lane) * 4, walk.first);
   }
@@ -130,7 +136,7 @@ __device__ __forceinline__ void send(const Args& a, u32 smem, const Walk& walk, 
   __syncwarp();  // what is told is there before the barrier of the keys can be full
   load_tile<C>(a.keys, smem + S::kKeysAt + stage * S::kTile, bars.keys_full(stage), walk.page, a,
                kv_head, elected);
-  mbarrier_wait(bars.values_empty(stage), ring.parity);
+  wait_together(bars.values_empty(stage), ring.parity);
   load_tile<C>(a.values, smem + S::kValuesAt + stage * S::kTile, bars.values_full(stage), walk.page,
                a, kv_head, elected);
   ring.advance();
@@ -145,7 +151,7 @@ __device__ __forceinline__ void load_queries(const Args& a, u32 smem, const Item
   for (u32 wg = 0; wg < 2; ++wg) {
     const u32 token = item.token + (a.rows == kRows ? 0 : wg * kRows);
     const u32 head = item.head + (a.rows == kRows ? min(wg, item.heads - 1) : 0);
-    mbarrier_wait(bars.q_empty(wg), parity);
+    wait_together(bars.q_empty(wg), parity);
     if (elected) {
       mbarrier_expect(bars.q_full(wg), S::kQ);
       for (u32 panel = 0; panel < S::kPanels; ++panel) {
@@ -186,7 +192,7 @@ __device__ __forceinline__ void produce(const Args& a, u32 smem) {
       walk.next(a, job);
       job.item.tiles = walk.found;
     }
-    mbarrier_wait(bars.item_empty(slot.stage), slot.parity);
+    wait_together(bars.item_empty(slot.stage), slot.parity);
     publish(smem + Smem<C>::kItemAt + slot.stage * 32, bars.item_full(slot.stage), job.item,
             elected);
     slot.advance();

@@ -56,7 +56,7 @@ struct Softmax {
 
   // What scores of a row are lowered by, in base 2; 0 where nothing is seen yet.
   __device__ __forceinline__ float shift(int i, float power) const {
-    return top[i] == -infinity() ? 0.0f : top[i] * power;
+    return top[i] == -infinity() ? 0.0f : __fmul_rn(top[i], power);
   }
 
   // Scores become powers of two; `power` is what a score is multiplied by.
@@ -64,27 +64,28 @@ struct Softmax {
     Fade fade;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float most = s[2 * i];
+      float most[2] = {s[2 * i], s[2 * i + 1]};  // two chains, which are half as long
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
+      for (int j = 1; j < kKeys / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) most = fmaxf(most, s[4 * j + 2 * i + c]);
+        for (int c = 0; c < 2; ++c) most[c] = fmaxf(most[c], s[4 * j + 2 * i + c]);
       }
       const float before = top[i];
-      top[i] = fmaxf(before, row_max(most));
+      top[i] = fmaxf(before, row_max(fmaxf(most[0], most[1])));
       const float lowered = shift(i, power);
-      fade.row[i] = power_of_two(fmaf(before, power, -lowered));
-      float part = 0;
+      // The difference of what was rounded before: 1 where no larger score came.
+      fade.row[i] = power_of_two(__fsub_rn(__fmul_rn(before, power), lowered));
+      float part[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = s[4 * j + 2 * i + c];
           score = power_of_two(fmaf(score, power, -lowered));
-          part += score;
+          part[c] += score;
         }
       }
-      sum[i] = fmaf(sum[i], fade.row[i], part);
+      sum[i] = fmaf(sum[i], fade.row[i], part[0] + part[1]);
     }
     return fade;
   }
