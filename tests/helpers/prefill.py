@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,3 +109,24 @@ def assert_prefill(p: Problem, out: Tensor, lse: Tensor) -> None:
             assert (lse[rows, head][empty] == -math.inf).all()
             apart = (lse[rows, head].double() - exact).abs()[~empty]
             assert (apart <= bounds[1][~empty]).all(), (b, head)
+
+
+def one_key_each(p: Problem) -> tuple[Problem, Tensor]:
+    """Queries that see one key of theirs and nothing else, in any order of sums; and its values.
+
+    A key is a code of signs, and a query 64 times that of one key that it sees: all other powers
+    are 0. Queries without keys have zeros.
+    """
+    dim, group = p.q.shape[2], p.q.shape[1] // p.cache.kv_heads
+    q, want = torch.zeros_like(p.q), torch.zeros_like(p.q)
+    sequences = [(torch.randn(k.shape).sign().to(k.dtype), v) for k, v in p.sequences]
+    for b, (keys, values) in enumerate(sequences):
+        for head in range(p.q.shape[1]):
+            seen = seen_by(p, b, head)
+            chosen = torch.rand(seen.shape).masked_fill(~seen, -1.0)
+            some, target = seen.any(-1), chosen.argmax(-1) if seen.numel() else seen.sum(-1)
+            rows = torch.arange(int(p.starts[b]), int(p.starts[b + 1]))[some]
+            q[rows, head] = 64 * keys[head // group][target[some]]
+            want[rows, head] = values[head // group][target[some]]
+    shape = Shape(p.q.shape[1], p.cache.kv_heads, dim, p.cache.page)
+    return replace(p, q=q, sequences=sequences, cache=paged(shape, sequences)), want

@@ -17,7 +17,7 @@ from hopsparse.errors import ArgumentError
 from hopsparse.ops.attend_prefill import plan
 from hopsparse.ops.attend_prefill.device import fits
 from tests.helpers.attention import Shape
-from tests.helpers.prefill import Problem, assert_prefill, problem
+from tests.helpers.prefill import Problem, assert_prefill, one_key_each, problem
 from tests.helpers.prefill_on_cpu import Run, compiled
 
 pytestmark = pytest.mark.timeout(300)
@@ -169,3 +169,10 @@ def test_configs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match="float32"):
         plan.spec_for("float32", plan.CHOSEN[128])
     assert ctypes.sizeof(plan.Args) % 64 == 0
+
+
+def test_one_key_each_is_exact(narrow: Run) -> None:
+    shape = Shape(heads=4, kv_heads=2, dim=64, page=32)
+    p, want = one_key_each(problem(shape, [(100, 230), (40, 40)], block=64, lists=2))
+    out, _ = narrow(p.q, p.starts, p.cache, p.lists, 64)
+    assert torch.equal(out, want)
