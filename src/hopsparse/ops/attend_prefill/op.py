@@ -73,6 +73,19 @@ def attend_prefill(
         >>> out.flatten().tolist()
         [0.0, 0.5, 1.0]
     """
+    cache = _check_query(q, cache)
+    block = check_block(_OP, block, cache.page)
+    check_whole_numbers(_OP, "starts", starts, q, (cache.table.shape[0] + 1,))
+    longest = _check_starts(q, starts, cache)
+    _check_lists(q, cache, indices, counts, -(-longest // block))
+    if indices is not None and looks_at_values(q):
+        check_listed(_OP, indices, counts, -(-cache.capacity // block))
+    refuse_gradients(_OP, q, cache)
+    tensors, scales = parts_of(cache, checked_scale(_OP, scale, q.shape[2]))
+    return traced(q.detach(), starts, tensors, indices, counts, block, scales)
+
+
+def _check_query(q: Tensor, cache: PagedKV) -> PagedKV:
     if not is_dense(q) or q.dim() != 3 or q.dtype not in QUERY_DTYPES:
         raise ArgumentError(
             f"{_OP}: q {told(q)}",
@@ -81,16 +94,7 @@ def attend_prefill(
         )
     cache = check_cache(_OP, cache, q)
     check_heads(_OP, q, cache)
-    block = check_block(_OP, block, cache.page)
-    check_whole_numbers(_OP, "starts", starts, q, (cache.table.shape[0] + 1,))
-    longest = _check_starts(q, starts, cache)
-    _check_lists(q, cache, indices, counts, -(-longest // block))
-    if indices is not None and looks_at_values(q):
-        check_listed(_OP, indices, counts, -(-cache.capacity // block))
-    refuse_gradients(_OP, q, cache)
-    factor = checked_scale(_OP, scale, q.shape[2])
-    tensors, scales = parts_of(cache, factor)
-    return traced(q.detach(), starts, tensors, indices, counts, block, scales)
+    return cache
 
 
 def _check_starts(q: Tensor, starts: Tensor, cache: PagedKV) -> int:
