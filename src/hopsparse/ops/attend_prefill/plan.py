@@ -43,7 +43,7 @@ class Config:
 
     Example:
         >>> Config(128, stages=3).smem_bytes
-        229744
+        229712
     """
 
     dim: int
