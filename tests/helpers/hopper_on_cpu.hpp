@@ -1,13 +1,16 @@
 // What Hopper adds, for one block at a time: mbarriers that count bytes, tensor maps and their
 // copies, named barriers, and wgmma that reads its operands where descriptors say.
 //
-// Copies and products are done when they are issued: a missing wait does not show. A barrier that
-// nobody completes ends the process after some seconds.
+// Copies are done at once, after a pause: as early as they can harm who still reads, and late for who
+// does not wait. Products are done when they are waited for: what is overwritten before is wrong. A
+// barrier that nobody completes ends the process after some seconds.
 #pragma once
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -142,7 +145,7 @@ struct alignas(64) TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 
 inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4]) {
-  if (dst % 1024 && map.box[0] != 64) fail("a box at", dst);
+  std::this_thread::sleep_for(std::chrono::microseconds(dst * 2654435761u >> 22));
   u64 count = 1;
   for (u64 i = 0; i < map.rank; ++i) count *= map.box[i];
   for (u64 n = 0; n < count; ++n) {
@@ -169,11 +172,22 @@ inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int
 
 // ---- wgmma -------------------------------------------------------------------------------------
 
+using Products = std::vector<std::function<void()>>;
+thread_local Products issued;
+thread_local std::deque<Products> in_flight;
+
 // Aligned instructions: the lanes of a warp come together.
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() { __syncwarp(); }
-template <int>
+inline void wgmma_commit() {
+  in_flight.push_back(std::move(issued));
+  issued = {};
+  __syncwarp();
+}
+template <int InFlight>
 void wgmma_wait() {
+  for (; in_flight.size() > InFlight; in_flight.pop_front()) {
+    for (auto& product : in_flight.front()) product();
+  }
   __syncwarp();
 }
 

@@ -82,21 +82,25 @@ struct Config {{
   static constexpr bool kTurns = {str(config.turns).lower()};
   static constexpr int kProducerRegisters = 0, kConsumerRegisters = 0;
   static void score(float (&s)[{plan.KEYS // 2}], u64 q, u64 k) {{
-    const u64 of_q[] = {{{lists["a"]}}}, of_k[] = {{{lists["k"]}}};
-    for (float& each : s) each = 0;
-    for (int step = 0; step < {config.dim // 16}; ++step) {{
-      const Operand a(q + of_q[step]), b(k + of_k[step]);
-      multiply_16<{plan.KEYS}>(s, [&](u32 row, u32 k) {{ return a.k_major(row, k); }},
-                               [&](u32 row, u32 k) {{ return b.k_major(row, k); }});
-    }}
+    issued.push_back([&s, q, k] {{
+      const u64 of_q[] = {{{lists["a"]}}}, of_k[] = {{{lists["k"]}}};
+      for (float& each : s) each = 0;
+      for (int step = 0; step < {config.dim // 16}; ++step) {{
+        const Operand a(q + of_q[step]), b(k + of_k[step]);
+        multiply_16<{plan.KEYS}>(s, [&](u32 row, u32 k) {{ return a.k_major(row, k); }},
+                                 [&](u32 row, u32 k) {{ return b.k_major(row, k); }});
+      }}
+    }});
   }}
   static void weigh(float (&o)[{config.dim // 2}], const u32 (&p)[{plan.KEYS // 4}], u64 v) {{
-    const u64 of_v[] = {{{lists["v"]}}};
-    for (int step = 0; step < {plan.KEYS // 16}; ++step) {{
-      const Operand b(v + of_v[step]);
-      multiply_16<{config.dim}>(o, gather(p + 4 * step),
-                                [&](u32 column, u32 k) {{ return b.n_major(column, k); }});
-    }}
+    issued.push_back([&o, &p, v] {{
+      const u64 of_v[] = {{{lists["v"]}}};
+      for (int step = 0; step < {plan.KEYS // 16}; ++step) {{
+        const Operand b(v + of_v[step]);
+        multiply_16<{config.dim}>(o, gather(p + 4 * step),
+                                  [&](u32 column, u32 k) {{ return b.n_major(column, k); }});
+      }}
+    }});
   }}
 }};
 static_assert(sizeof(attend_prefill::Args) == {plan.ARGS_BYTES});
