@@ -11,7 +11,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:?where rows go}
 shift
-steps=(tests clock launches chain eight scaled mlp quantize few bsr csr selection attention prefill hybrid models)
+steps=(tests clock launches chain eight scaled mlp quantize few four experts bsr csr selection attention prefill hybrid models)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1
@@ -53,6 +53,8 @@ step() {
       bench 240 gemm spmm_nm_few --suite few --only bfloat16
       bench 240 gemm spmm_nm_scaled_few --suite few --dtype float8_e4m3fn
       ;;
+    four) bench 120 four_bits four_bits ;;
+    experts) bench 120 experts experts ;;
     bsr) bench 420 spmm_bsr spmm_bsr ;;
     csr) bench 420 spmm_csr spmm_csr ;;
     selection) bench 180 selection selection ;;

@@ -18,6 +18,8 @@ from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact, few, p
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
 
+# torch says once in a process what it leaves unchecked, also where a call asks for the checks.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 DTYPE = pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 # Every team, whole and in part: 16 bytes are 4 or 8 features.
@@ -262,7 +264,6 @@ def test_torch_compile_sees_one_operator(device: torch.device) -> None:
     assert torch.equal(grad, want)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("shape", [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
 def test_nothing_gives_zeros(shape: tuple[int, int, int], device: torch.device) -> None:
     rows, k, features = shape

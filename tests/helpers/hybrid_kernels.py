@@ -52,8 +52,9 @@ class Emulated:
         workspace = torch.full((plan.Workspace.of(n).nbytes,), 0x5A, dtype=torch.uint8)
         args = device.arguments(results, workspace, gradient, residual)
         device.choose(args, k, remainder, *turn)
+        histograms = args.histogram
         for step in plan.STEPS:
-            args.stage = step.stage
+            step.aim(args, histograms)
             spec = plan.spec_for(step.entry, device.NAMES[gradient.dtype], remainder)
             blocks = min(plan.blocks_for(step.entry, n), _MOST_BLOCKS)
             self.library[f"run_{self.numbers[spec]}"](bytes(args), blocks)

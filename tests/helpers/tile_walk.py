@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hopsparse.ops.spmm_csr.packed import Packed, fragments
+from hopsparse.ops.spmm_csr.packed import Packed, rows_for_lanes
 from hopsparse.ops.spmm_csr.tiles import PIECE, UNIT, WARPS, token_tiles
 
 _LANE = np.arange(32)
@@ -23,22 +23,24 @@ C_AT = [(_G + i // 2 * 8, 2 * _T + i % 2) for i in range(4)]
 def walk(w: Packed, x: Tensor) -> Tensor:
     """The product x @ w.T in float32; NaN where nothing is stored."""
     tokens, tiles = x.shape[0], token_tiles(x.shape[0])
-    laid = fragments(x, tiles).float().numpy()
+    laid = rows_for_lanes(x)
+    assert laid.stride(0) % 4 == 0
+    assert laid.shape[1] % 4 == 0
     y = np.full((tokens, w.shape[0]), np.nan, np.float32)
     for panel in range(-(-w.shape[0] // UNIT)):
-        for block in range(laid.shape[0]):
-            _block(w, laid[block], y, panel, block * 8 * tiles)
+        for token in range(0, tokens, 8 * tiles):
+            _block(w, laid.float().numpy(), y, panel, (token, tiles))
     return torch.from_numpy(y)
 
 
-def _block(w: Packed, x: np.ndarray, y: np.ndarray, panel: int, token: int) -> None:
-    units, tiles = w.units, x.shape[1]
+def _block(w: Packed, x: np.ndarray, y: np.ndarray, panel: int, has: tuple[int, int]) -> None:
+    units, (token, tiles) = w.units, has
     shared = np.full((WARPS, tiles * 8, UNIT), np.nan, np.float32)
     for warp in range(WARPS):
         first, last = (panel * units + (warp + i) * units // WARPS for i in (0, 1))
         sums = np.zeros((4, tiles, 16, 8), np.float32)
         for unit in range(first, last):
-            _unit(w, sums, x, unit, unit - panel * units)
+            _unit(w, sums, x[token:], unit, unit - panel * units)
         for strip in range(4):
             for tile in range(tiles):
                 for row, col in C_AT:
@@ -59,19 +61,24 @@ def _unit(w: Packed, sums: np.ndarray, x: np.ndarray, unit: int, of_panel: int) 
     for column in range(4):
         for strip in range(4):
             a = np.zeros((16, 16), np.float32)
-            for block in range(4):
-                for lane in range(32):
-                    tile, half = column * 4 + strip, lane // 16
-                    word = int(words[tile, half, block]) & 0xFFFFFFFF
-                    shift = lane % 16 * 2
-                    two = word >> shift & 3
-                    at = int(prefixes[tile, half, block]) + (word & ((1 << shift) - 1)).bit_count()
-                    pair = (values[at] if two & 1 else 0, values[at + (two & 1)] if two & 2 else 0)
-                    for i in (0, 1):
-                        row, col = A_AT[block * 2 + i]
-                        a[row[lane], col[lane]] = pair[i]
-            for tile in range(x.shape[1]):
-                b = np.zeros((16, 8), np.float32)
-                for i, (row, col) in enumerate(B_AT):
-                    b[row, col] = x[of_panel * 4 + column, tile, :, i]
-                sums[strip, tile] += a @ b
+            for lane in range(32):
+                word = int(words[column, lane // 4, strip]) & 0xFFFFFFFF
+                shift = lane % 4 * 8
+                at = int(prefixes[column, lane // 4, strip])
+                at += (word & ((1 << shift) - 1)).bit_count()
+                for i, (row, col) in enumerate(A_AT):
+                    if word >> shift & 1 << i:
+                        a[row[lane], col[lane]] = values[at]
+                        at += 1
+            for tile in range(sums.shape[1]):
+                sums[strip, tile] += a @ _tokens(x, of_panel * 64 + column * 16, tile * 8)
+
+
+def _tokens(x: np.ndarray, column: int, token: int) -> np.ndarray:
+    b = np.zeros((16, 8), np.float32)
+    for lane in range(32):
+        own, first = token + _G[lane], column + _T[lane] * 4
+        if own < len(x) and first < x.shape[1]:
+            for i, (row, col) in enumerate(B_AT):
+                b[row[lane], col[lane]] = x[own, first + i]
+    return b

@@ -62,11 +62,13 @@ def test_the_longest_row_fills_the_memory(kernel: Run) -> None:
 
 
 def test_shapes_grow_with_rows() -> None:
-    for shape in plan.SHAPES:
-        assert plan.shape_for(shape.longest) == shape
-        # 227 KiB is what an SM gives to one block.
-        assert shape.smem_bytes("mass") <= 232_448
+    for rows, shapes in ((1, plan.SHAPES), (99, (plan.SHAPES[0], *plan.SHAPES_OF_MANY))):
+        for shape in shapes:
+            assert plan.shape_for(shape.longest, rows) == shape
+            # 227 KiB is what an SM gives to one block.
+            assert shape.smem_bytes("mass") <= 232_448
+    assert plan.shape_for(plan.MOST_COLUMNS, 99) == plan.SHAPES[-1]
     with pytest.raises(ArgumentError, match="rows of 393217"):
-        plan.shape_for(plan.MOST_COLUMNS + 1)
+        plan.shape_for(plan.MOST_COLUMNS + 1, 1)
     with pytest.raises(ArgumentError, match="float64"):
         plan.spec_for("float64", "rank", plan.SHAPES[0])

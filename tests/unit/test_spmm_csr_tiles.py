@@ -9,7 +9,7 @@ from torch import Tensor
 from hopsparse.errors import ArgumentError
 from hopsparse.formats import CSR
 from hopsparse.ops.spmm_csr import dispatch, op
-from hopsparse.ops.spmm_csr.packed import Packed, fragments, pack
+from hopsparse.ops.spmm_csr.packed import Packed, pack, rows_for_lanes
 from hopsparse.ops.spmm_csr.tiles import ROOMS, tile_spec, token_tiles
 from tests.helpers.tile_walk import A_AT, B_AT, walk
 
@@ -71,12 +71,18 @@ def test_columns_in_any_order_pack_alike_and_repeated_ones_do_not() -> None:
     assert pack(torch.tensor([0, 2]), twice, torch.ones(2).half(), 64) is None
 
 
-def test_tokens_are_filled_up_with_zeros() -> None:
-    x = torch.ones(9, 70).bfloat16()
-    laid = fragments(x, 2)
-    assert laid.shape == (1, 8, 2, 32, 4)
-    assert laid.sum() == 9 * 70
-    assert laid.is_contiguous()
+def test_tokens_are_copied_only_where_a_lane_cannot_read_four_columns() -> None:
+    whole = torch.randn(9, 72).bfloat16()
+    for x in (whole, whole[::2], whole[:, :68], whole[:, 4:], whole[:1].expand(5, 72)):
+        assert rows_for_lanes(x) is x
+    odd = torch.randn(9 * 72 + 1).bfloat16()[1:].view(9, 72)
+    for x in (whole[:, 1:69], whole[:, :70], whole.T, whole[:, ::2], odd):
+        laid = rows_for_lanes(x)
+        assert torch.equal(laid[:, : x.shape[1]], x)
+        assert not laid[:, x.shape[1] :].any()
+        assert laid.shape[1] == -(-x.shape[1] // 4) * 4
+        assert laid.stride(1) == 1
+        assert laid.data_ptr() % 8 == 0
 
 
 def test_a_weight_that_is_kept_is_found_until_it_changes() -> None:

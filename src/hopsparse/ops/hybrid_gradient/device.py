@@ -72,10 +72,11 @@ def enqueue(
     stream = current_stream(device)
     # All that the launches depend on, and nothing else.
     key = (bytes(args), dtype, remainder, device, stream)
+    histograms = args.histogram
     for step in plan.STEPS:
         bound = _BOUND.get((step, *key))
         if bound is None:
-            args.stage = step.stage
+            step.aim(args, histograms)
             made = _bind(step, args, dtype, remainder, device)
             bound = _BOUND.keep((step, *key), made)
         bound()

@@ -14,7 +14,7 @@
 // blocks. The host reads nothing, and every launch is the same for all data: a graph may hold them.
 //
 // Bound: device memory. 12.5 bytes a value of float32 at least with int4; at k = 0.1 % a sixth of
-// the blocks of 128 is held, and costs another 8 to 16 bytes a value. Not measured yet.
+// the blocks of 128 is held, and costs another 8 to 16 bytes a value.
 
 #include "./coders.cuh"
 #include "ptx/global.cuh"
@@ -24,7 +24,7 @@ namespace hybrid_gradient {
 constexpr int kStrip = 512;  // values that a warp has at a time
 constexpr int kOfTile = 32;  // strips; a tile lies in one chunk of 65,536 places
 constexpr u32 kNothing = 0xFFFFFFFF;
-constexpr u32 kHighBins = 1 << 15, kLowBins = 1 << 16;
+constexpr u32 kHighBins = 1 << 15, kLowBins = 1 << 16, kBins = 3 * kHighBins + kLowBins;
 constexpr int kSettlers = 1024;
 
 struct State {
@@ -46,7 +46,7 @@ struct Args {
   float* rest;            // [strips * 512]
   u8* finite;
   State* state;
-  u64* histogram;  // [kLowBins]
+  u64* histogram;  // the one that this launch counts in or looks through; of `clear`, all of them
   u64* tiles;      // [tiles, 2]: above the k-th, and equal to it; then those of all tiles before
   u8* held;        // [strips]: a bit for each 128 values
   u64 n, k, blocks, wanted_samples, stride;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void tally(u64* histogram, u32 bin, bool counts) {
 __device__ __forceinline__ void clear(const Args& a) {
   const u64 thread = u64(blockIdx.x) * blockDim.x + threadIdx.x;
   const u64 threads = u64(gridDim.x) * blockDim.x, chunks = (a.n + 65535) / 65536;
-  for (u64 i = thread; i < kLowBins; i += threads) a.histogram[i] = 0;
+  for (u64 i = thread; i < kBins; i += threads) a.histogram[i] = 0;
   for (u64 i = thread; i < chunks; i += threads) a.counts[i] = 0;
   if (thread == 0) *a.state = State{};
 }
@@ -184,21 +184,40 @@ struct Found {
   u64 left;  // how many of that bin are wanted
 };
 
-// The bin in which the `wanted`-th is, from the highest down.
+// The bin in which the `wanted`-th is, from the highest down. A warp has neighbouring bins, and the
+// one that has it reads its own again, 32 at a time.
 template <u32 Bins>
 __device__ __forceinline__ Found find(const u64* histogram, u64 wanted) {
-  constexpr u32 kEach = Bins / kSettlers;
+  constexpr u32 kTurns = Bins / kSettlers;
   __shared__ Found found;
   if (threadIdx.x == 0) found = {kNothing, 0};
-  const u32 last = Bins - 1 - threadIdx.x * kEach;
+  const u32 highest = Bins - 1 - threadIdx.x / 32 * kTurns * 32 - lane_id();
   u64 mine = 0, all;
 #pragma unroll 16
-  for (u32 i = 0; i < kEach; ++i) mine += histogram[last - i];
-  u64 before = sums_before(mine, all);
-  if (before < wanted && wanted <= before + mine) {
-    u32 bin = last;
-    while (before + histogram[bin] < wanted) before += histogram[bin--];
-    found = {bin, wanted - before};
+  for (u32 i = 0; i < kTurns; ++i) mine += histogram[highest - i * 32];
+  // Of this warp, and of those before it.
+  const u64 before_lane = sums_before(mine, all);
+  u64 before = __shfl_sync(kAll, before_lane, 0);
+  const u64 after = __shfl_sync(kAll, before_lane + mine, 31);
+  if (before < wanted && wanted <= after) {
+#pragma unroll 1
+    for (u32 bin = highest;; bin -= 32) {
+      u64 up_to = histogram[bin];
+      const u64 own = up_to;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const u64 other = __shfl_up_sync(kAll, up_to, step);
+        if (lane_id() >= step) up_to += other;
+      }
+      up_to += before;
+      const u32 reached = __ballot_sync(kAll, up_to >= wanted);
+      if (reached != 0) {
+        const bool is_first = lane_id() + 1 == __ffs(static_cast<int>(reached));
+        if (is_first) found = {bin, wanted - (up_to - own)};
+        break;
+      }
+      before = __shfl_sync(kAll, up_to, 31);
+    }
   }
   __syncthreads();
   const Found result = found;
@@ -232,8 +251,6 @@ __device__ __forceinline__ void settle(const Args& a) {
     found =
         a.stage == 3 ? find<kLowBins>(a.histogram, wanted) : find<kHighBins>(a.histogram, wanted);
   }
-  __syncthreads();
-  for (u32 i = threadIdx.x; i < kLowBins; i += kSettlers) a.histogram[i] = 0;
   if (!is_first) return;
   const u32 everything = a.k > 0 ? 0 : kNothing;
   if (a.stage == 0) {

@@ -13,7 +13,10 @@ from ...plan.spec import KernelSpec
 STRIP, TILE = 512, 512 * 32
 #: Magnitudes that the first threshold is taken from; all of them where there are no more.
 SAMPLES = 1 << 18
-LOW_BINS = 1 << 16
+# Bins of a histogram of the upper 15 bits of magnitudes, and of the lower 16.
+_HIGH_BINS, _LOW_BINS = 1 << 15, 1 << 16
+#: Of all: of the sample, of candidates, of all values, and around the k-th.
+BINS = 3 * _HIGH_BINS + _LOW_BINS
 STATE_BYTES = 32
 # Standard deviations of the sample: one call in 30,000 would find too few candidates, and read all
 # again. Each costs a twentieth more candidates at k = 0.1 %.
@@ -42,23 +45,30 @@ class Step:
     Attributes:
         entry: What it runs.
         stage: Of those that run it, from 0.
+        histogram: Which it counts in or looks through. None is used twice, so that only `clear`
+            writes zeros.
     """
 
     entry: str
     stage: int = 0
+    histogram: int = 0
+
+    def aim(self, args: Args, histograms: int) -> None:
+        """Say in the argument what is this step's own; `histograms` is where they lie."""
+        args.stage, args.histogram = self.stage, histograms + 8 * _HIGH_BINS * self.histogram
 
 
 #: The launches of a call, in order.
 STEPS = (
     Step("clear"),
     Step("sample"),
-    Step("settle", 0),
-    Step("code_all", 0),
-    Step("settle", 1),
-    Step("code_all", 1),
-    Step("settle", 2),
-    Step("refine"),
-    Step("settle", 3),
+    Step("settle", 0, 0),
+    Step("code_all", 0, 1),
+    Step("settle", 1, 1),
+    Step("code_all", 1, 2),
+    Step("settle", 2, 2),
+    Step("refine", 0, 3),
+    Step("settle", 3, 3),
     Step("count"),
     Step("settle", 4),
     Step("emit"),
@@ -135,7 +145,7 @@ class Workspace:
             True
         """
         histogram = 256
-        tiles = histogram + 8 * LOW_BINS
+        tiles = histogram + 8 * BINS
         held = tiles + 16 * -(-n // TILE)
         return cls(histogram, tiles, held, held + -(-n // STRIP))
 
@@ -220,10 +230,8 @@ def blocks_for(entry: str, n: int) -> int:
     """
     if entry == "settle":
         return 1
-    per_thread = {"clear": LOW_BINS // 2048, "sample": 4}
-    if entry in per_thread:
-        of_block = _THREADS * per_thread[entry]
-        return -(-max(LOW_BINS, min(n, SAMPLES)) // of_block)
+    if entry in ("clear", "sample"):  # four a thread
+        return -(-(BINS if entry == "clear" else min(n, SAMPLES)) // (4 * _THREADS))
     warps = -(-n // (STRIP if entry == "code_all" else TILE))
     return min(-(-warps * 32 // _THREADS), _MOST_BLOCKS)
 

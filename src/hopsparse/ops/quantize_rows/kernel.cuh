@@ -77,13 +77,18 @@ __device__ __forceinline__ void load_weights(float (&to)[kEntries], const Args& 
   }
 }
 
+__device__ __forceinline__ void scale_by(float (&v)[kEntries], float inverse,
+                                         const float (&weight)[kEntries]) {
+#pragma unroll
+  for (int i = 0; i < kEntries; ++i) v[i] = v[i] * inverse * weight[i];
+}
+
 template <class C>
 __device__ __forceinline__ void normalise(float (&v)[kEntries], const Args& a, float inverse,
                                           u32 first, bool vector) {
   float weight[kEntries];
   load_weights<C>(weight, a, first, vector);
-#pragma unroll
-  for (int i = 0; i < kEntries; ++i) v[i] = v[i] * inverse * weight[i];
+  scale_by(v, inverse, weight);
 }
 
 // ---- the largest magnitude -----------------------------------------------------------------
@@ -298,12 +303,22 @@ __device__ __forceinline__ void unpack_chunk(float (&to)[kEntries],
   }
 }
 
+// Whether a thread has registers for code that waits less: with few chunks. With many, another row
+// on the SM is worth more.
+template <class C>
+constexpr bool kHasRoom = C::kChunks <= 4;
+
 // x + residual, which is stored too; without a residual x.
 template <class C>
 __device__ __forceinline__ void read_sums(Kept<C>& kept, const Args& a, const Place& p) {
   const bool is_added = a.residual != nullptr;
   Pieces<C> pieces, more;
   load_row<C>(pieces, a.x, true, a, p);
+  if (kHasRoom<C> && !is_added) {  // else zeros are added, which costs a sixth of the instructions
+#pragma unroll
+    for (int i = 0; i < C::kChunks; ++i) unpack_chunk<C>(kept[i].value, pieces[i]);
+    return;
+  }
   load_row<C>(more, a.residual, is_added, a, p);
 #pragma unroll
   for (int i = 0; i < C::kChunks; ++i) {
@@ -341,16 +356,37 @@ __device__ __forceinline__ void read_all(Kept<C>& kept, const Args& a, const Pla
   }
 }
 
+// Weights of the norm for the chunks of a thread, which all rows share: the L1 cache may keep them.
+template <class C>
+__device__ __forceinline__ void load_all_weights(Pieces<C>& to, const Args& a, const Place& p) {
+#pragma unroll
+  for (int i = 0; i < C::kChunks; ++i) {
+    const u32 first = first_of<C>(p, i);
+    const Piece* from = reinterpret_cast<const Piece*>(a.norm + u64(first) * Facts<C>::kBytes);
+#pragma unroll
+    for (int j = 0; j < Facts<C>::kPieces; ++j) to[i][j] = first < a.k ? from[j] : Piece{};
+  }
+}
+
 // Returns what entries are multiplied by, their weights aside.
 template <class C>
 __device__ __forceinline__ float normalise_all(Kept<C>& kept, const Args& a, const Place& p) {
+  Pieces<C> weights;
+  // Not behind the barrier of the sum.
+  if constexpr (kHasRoom<C>) load_all_weights<C>(weights, a, p);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < C::kChunks; ++i) sum += squares(kept[i].value);
   const float inverse = inverse_norm<C>(a, team_sum<C>(sum));
 #pragma unroll
   for (int i = 0; i < C::kChunks; ++i) {
-    normalise<C>(kept[i].value, a, inverse, first_of<C>(p, i), true);
+    float weight[kEntries];
+    if constexpr (kHasRoom<C>) {
+      unpack_chunk<C>(weight, weights[i]);
+    } else {
+      load_weights<C>(weight, a, first_of<C>(p, i), true);
+    }
+    scale_by(kept[i].value, inverse, weight);
   }
   return inverse;
 }

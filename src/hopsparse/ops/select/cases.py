@@ -35,6 +35,8 @@ EDGE = (
     Case("beyond-a-block", 2, 8193, 64),
     Case("cluster", 2, 65_536, 2048),
     Case("odd-cluster", 3, 100_003, 2048),
+    Case("a-block-each", 19, 20_011, 500),
+    Case("small-clusters", 18, 50_003, 1000),
     Case("case-13", 1, 262_144, 2048),
     Case("longest", 1, 393_216, 2048),
     Case("beyond-the-kernel", 1, 393_217, 16),

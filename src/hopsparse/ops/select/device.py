@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
-from ...launch import Bound, KnownLaunches, current_stream, kernel_for
+from ...launch import Bound, KnownLaunches, Turn, current_stream, kernel_for, starts_early
 from ...plan import KernelSpec
 from . import plan
 from .plan import By
@@ -71,22 +71,22 @@ def enqueue(
     device = scores.get_device()
     rows, columns = scores.shape
     # All that a launch depends on, and nothing else: equal keys are the same launch.
-    key = (addresses, rows, columns, scores.dtype, by, number, *sizes, device)
-    key = (*key, current_stream(device))
+    turn = Turn(current_stream(device), starts_early())
+    key = (addresses, rows, columns, scores.dtype, by, number, *sizes, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
-        spec = plan.spec_for(_NAMES[scores.dtype], by, plan.shape_for(columns))
+        spec = plan.spec_for(_NAMES[scores.dtype], by, plan.shape_for(columns, rows))
         k, width, sink, recent = sizes
         args = plan.Args(*addresses, columns, width, k, sink, recent, number)
-        bound = _BOUND.keep(key, _bind(spec, rows, bytes(args), device))
+        bound = _BOUND.keep(key, _bind(spec, rows, bytes(args), turn, device))
     bound()
 
 
-def _bind(spec: KernelSpec, rows: int, args: bytes, device: int) -> Bound:
+def _bind(spec: KernelSpec, rows: int, args: bytes, turn: Turn, device: int) -> Bound:
     """The launch with its arguments; compiles and loads its kernel where that was not done yet."""
     if rows > plan.MOST_ROWS:
         raise UnsupportedError(
             f"select: {rows} rows", need=f"at most {plan.MOST_ROWS}", hint="scores in pieces"
         )
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
-    return kernel.bind(rows * spec.cluster[0], args, current_stream(device))
+    return kernel.bind(rows * spec.cluster[0], args, turn.stream, pdl=turn.early)

@@ -16,6 +16,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/grid.cuh"
 
 namespace select {
 
@@ -264,17 +265,25 @@ __device__ __forceinline__ void add_blocks(Smem<C>& s, u32 pass) {
   }
 }
 
+// Whether the counts of the block are those of the row as they are.
+template <class C>
+constexpr bool kAlone = C::kCluster == 1 && C::kBy != By::mass;
+
 // By one warp: the first digit, from the largest down, at which k or the mass is reached. A lane
 // has eight digits. `room` is what is left of k; in the first pass it may be more than there is.
 template <class C>
-__device__ __forceinline__ void find_digit(Smem<C>& s, u32 room, long long left) {
+__device__ __forceinline__ void find_digit(Smem<C>& s, u32 pass, u32 room, long long left) {
   constexpr u32 kEach = kDigits / 32;
   const u32 lane = threadIdx.x % 32, from = kDigits - 1 - lane * kEach;
-  u32 count = 0;
-  u64 mass = 0;
+  const u32* totals = kAlone<C> ? s.count[pass] : s.total;
+  u32 own[kEach], count = 0;
+  u64 weight[kEach], mass = 0;
+#pragma unroll
   for (u32 i = 0; i < kEach; ++i) {
-    count += s.total[from - i];
-    if constexpr (C::kBy == By::mass) mass += s.mass[from - i];
+    own[i] = totals[from - i];
+    weight[i] = C::kBy == By::mass ? s.mass[from - i] : 0;
+    count += own[i];
+    mass += weight[i];
   }
   u32 after = count;
   u64 mass_after = mass;
@@ -285,17 +294,18 @@ __device__ __forceinline__ void find_digit(Smem<C>& s, u32 room, long long left)
     if (lane >= step) after += more, mass_after += more_mass;
   }
   room = min(room, __shfl_sync(kAll, after, 31));
-  u32 before = after - count, digit = 0;
+  u32 before = after - count, digit = from;
   u64 mass_before = mass_after - mass;
   bool hit = false;
-  for (u32 i = 0; i < kEach && !hit; ++i) {
+#pragma unroll
+  for (u32 i = 0; i < kEach; ++i) {
+    if (hit) continue;
     digit = from - i;
-    const u32 own = s.total[digit];
-    hit = before + own >= room;
+    hit = before + own[i] >= room;
     if constexpr (C::kBy == By::mass) {
-      hit = hit || static_cast<long long>(mass_before + s.mass[digit]) >= left;
+      hit = hit || static_cast<long long>(mass_before + weight[i]) >= left;
     }
-    if (!hit) before += own, mass_before += C::kBy == By::mass ? s.mass[digit] : 0;
+    if (!hit) before += own[i], mass_before += weight[i];
   }
   const u32 hits = __ballot_sync(kAll, hit);
   if (lane == 0) s.found_any = room > 0;
@@ -322,20 +332,26 @@ __device__ __forceinline__ bool find_rank(Smem<C>& s, const Row& r, float limit,
   for (u32 pass = 0; pass < kPasses; ++pass) {
     count_digits<C>(s, r, pass, rank, top);
     sync_row<C>();
-    add_blocks<C>(s, pass);
-    __syncthreads();
-    if (threadIdx.x < 32) find_digit<C>(s, room, left);
+    if constexpr (!kAlone<C>) {
+      add_blocks<C>(s, pass);
+      __syncthreads();
+    }
+    if (threadIdx.x < 32) find_digit<C>(s, pass, room, left);
     __syncthreads();
     if (!s.found_any) return false;  // in the first pass, in every block of the row
     // What was asked for may be more than there is: then all of the last digit is taken.
-    for (u32 digit = s.found_digit + 1 + threadIdx.x; digit < kDigits; digit += C::kThreads) {
-      const u32 own = s.count[pass][digit];
-      if (own > 0) atomicAdd(&s.above, own);
+    if constexpr (C::kCluster == 1) {
+      if (threadIdx.x == 0) s.above += s.found_count;
+    } else {
+      for (u32 digit = s.found_digit + 1 + threadIdx.x; digit < kDigits; digit += C::kThreads) {
+        const u32 own = s.count[pass][digit];
+        if (own > 0) atomicAdd(&s.above, own);
+      }
     }
     room -= s.found_count;
     left -= static_cast<long long>(s.found_mass);
     rank = rank << 8 | s.found_digit;
-    __syncthreads();  // what was found is read before the next pass overwrites it
+    // The next pass overwrites what was found behind its first barrier.
   }
   equal = room;
   if constexpr (C::kBy == By::mass) {
@@ -406,10 +422,12 @@ __device__ __forceinline__ void run(const Args& a) {
   extern __shared__ __align__(16) u8 memory[];
   Smem<C>& s = *reinterpret_cast<Smem<C>*>(memory);
   const u32 own = C::kCluster == 1 ? 0 : cluster_rank(), row = blockIdx.x / C::kCluster;
-  const Row r = row_of<C>(a, row, own);
+  let_next_start();
   u32* words = reinterpret_cast<u32*>(memory);
   constexpr u32 kWords = (sizeof(Smem<C>) - sizeof(s.ranks)) / 4;
   for (u32 i = threadIdx.x; i < kWords; i += C::kThreads) words[i] = 0;
+  wait_for_previous();
+  const Row r = row_of<C>(a, row, own);
   __syncthreads();
   const float limit = a.limit ? a.limit[row] : a.number;
   read<C>(s, a, r, row, limit);

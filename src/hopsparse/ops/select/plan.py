@@ -59,8 +59,13 @@ class Shape:
         return 4 * (words + self.capacity)
 
 
-#: The shortest first. One block where its barriers are cheaper than those of a cluster.
+#: The first that is long enough has a row. One block where its barriers are cheaper than those of a
+#: cluster.
 SHAPES = (Shape(1, 256, 8192), Shape(8, 1024, 16_384), Shape(8, 1024, 48 * 1024))
+#: The same where rows fill the GPU: with one block each, then with two blocks on an SM.
+SHAPES_OF_MANY = (Shape(1, 1024, 48 * 1024), Shape(8, 512, 16_384))
+#: More rows than an H100 or H200 has room for clusters of 1,024 threads, one block on an SM.
+MANY_ROWS = 17
 
 #: Columns of the longest row that a kernel takes.
 MOST_COLUMNS = SHAPES[-1].longest
@@ -90,17 +95,18 @@ class Args(ctypes.Structure):
 ARGS_BYTES = ctypes.sizeof(Args)
 
 
-def shape_for(columns: int) -> Shape:
-    """Who works on rows of so many columns.
+def shape_for(columns: int, rows: int) -> Shape:
+    """Who works on a row, of so many, of so many columns.
 
     Raises:
         ArgumentError: They are longer than any kernel takes.
 
     Example:
-        >>> shape_for(8192).cluster, shape_for(8193).cluster, shape_for(200_000).capacity
-        (1, 8, 49152)
+        >>> shape_for(8192, 99).cluster, shape_for(8193, 16).cluster, shape_for(8193, 17).cluster
+        (1, 8, 1)
     """
-    for shape in SHAPES:
+    many: tuple[Shape, ...] = SHAPES_OF_MANY if rows >= MANY_ROWS else ()
+    for shape in (SHAPES[0], *many, *SHAPES[1:]):
         if columns <= shape.longest:
             return shape
     raise ArgumentError(
@@ -116,24 +122,24 @@ def spec_for(dtype: str, by: By, shape: Shape) -> KernelSpec:
     Args:
         dtype: bfloat16, float16 or float32.
         by: What ends a row besides k.
-        shape: One of `SHAPES`.
+        shape: One of `SHAPES` or `SHAPES_OF_MANY`.
 
     Raises:
         ArgumentError: There is no such kernel.
 
     Example:
         >>> spec_for("float32", "rank", SHAPES[0]).name
-        'float32 by rank, up to 8192'
+        'float32 by rank, up to 8192, 1 x 256'
     """
-    if dtype not in _TYPES or by not in BYS or shape not in SHAPES:
+    if dtype not in _TYPES or by not in BYS or shape not in (*SHAPES, *SHAPES_OF_MANY):
         raise ArgumentError(
             f"a select kernel for {dtype}, {by}, {shape}",
-            need=f"one of {', '.join(_TYPES)}; of {', '.join(BYS)}; of SHAPES",
-            hint='spec_for("float32", "rank", shape_for(4096))',
+            need=f"one of {', '.join(_TYPES)}; of {', '.join(BYS)}; of SHAPES or SHAPES_OF_MANY",
+            hint='spec_for("float32", "rank", shape_for(4096, 1))',
         )
     return KernelSpec(
         op="select",
-        name=f"{dtype} by {by}, up to {shape.longest}",
+        name=f"{dtype} by {by}, up to {shape.longest}, {shape.cluster} x {shape.threads}",
         kernel="ops/select/kernel.cuh",
         text=_text(_TYPES[dtype], by, shape),
         entry="select_kernel",
@@ -141,6 +147,7 @@ def spec_for(dtype: str, by: By, shape: Shape) -> KernelSpec:
         cluster=(shape.cluster, 1, 1),
         smem_bytes=shape.smem_bytes(by),
         args_bytes=ARGS_BYTES,
+        pdl=True,
     )
 
 
@@ -151,7 +158,7 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
 
 def every_spec() -> list[KernelSpec]:
     """All kernels that a call may run."""
-    return [spec_for(*chosen) for chosen in product(_TYPES, BYS, SHAPES)]
+    return [spec_for(*chosen) for chosen in product(_TYPES, BYS, (*SHAPES, *SHAPES_OF_MANY))]
 
 
 def _float(value: float) -> str:
@@ -175,7 +182,7 @@ struct Config {{
 }};
 static_assert(sizeof(select::Args) == {ARGS_BYTES}, "plan.py packs {ARGS_BYTES} bytes");
 static_assert(sizeof(select::Smem<Config>) == {shape.smem_bytes(by)}, "plan.py counts its bytes");
-extern "C" __global__ void __launch_bounds__({shape.threads}, 1)
+extern "C" __global__ void __launch_bounds__({shape.threads}, {1024 // shape.threads})
     select_kernel(const __grid_constant__ select::Args a) {{
   select::run<Config>(a);
 }}

@@ -13,7 +13,7 @@ from ...errors import UnsupportedError
 from ...launch import KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
 from . import tiles
-from .packed import Packed, fragments
+from .packed import Packed, rows_for_lanes
 from .plan import COMBINE_TILE, VECTOR_BYTES, Args, blocks_for, combine_spec, spec_for, team_for
 from .schedule import Schedule
 
@@ -147,20 +147,22 @@ def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     tokens, rows = x.shape[0], w.shape[0]
     count = tiles.token_tiles(tokens)
-    laid, y = fragments(x, count), x.new_empty((tokens, rows))
+    laid, y = rows_for_lanes(x), x.new_empty((tokens, rows))
     args = tiles.TileArgs(
         words=w.words.data_ptr(),
         prefixes=w.prefixes.data_ptr(),
         values=w.values.data_ptr(),
         starts=w.starts.data_ptr(),
-        fragments=laid.data_ptr(),
+        x=laid.data_ptr(),
         bias=0 if bias is None else bias.data_ptr(),
         y=y.data_ptr(),
         rows=rows,
         tokens=tokens,
         units=w.units,
+        pitch=laid.stride(0) * laid.element_size(),
+        k=laid.shape[1],
     )
-    grid = (-(-rows // tiles.UNIT), laid.shape[0], 1)
+    grid = (-(-rows // tiles.UNIT), -(-tokens // (8 * count)), 1)
     _launch(tiles.tile_spec(NAMES[x.dtype], count, w.room), x, grid, args)
     return y
 

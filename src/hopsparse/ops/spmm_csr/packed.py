@@ -1,9 +1,10 @@
 """A weight as bits and values, in the order in which lanes of tensor cores hold them.
 
 A unit is 64 rows by 64 columns, 16 tiles of 16 x 16: those of the first 16 columns from the top
-down, then those of the next. A tile is four blocks of 8 x 8: left top, left bottom, right top, then
-right bottom. A block is two words of 32 bits, its upper and its lower four rows, entry by entry.
-Values of a unit are in the order tile, block, word, bit, and start on 16 bytes.
+down, then those of the next. Four lanes share a row of a tile and have four neighbouring columns of
+it each, of this row and of the one eight below: first two columns of both rows, then the other two.
+A word of 32 bits has the entries of four lanes. Values of a unit are in the order tile, lane,
+entry, and start on 16 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tiles import BLOCK, PIECE, ROOMS, TILE, UNIT, UNIT_TILES, UNIT_WORDS
+from .tiles import PIECE, ROOMS, TILE, UNIT, UNIT_TILES, UNIT_WORDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,7 @@ class Packed:
 
     Attributes:
         shape: Rows and columns.
-        words: int32 [units, 16 tiles, 2, 4 blocks]: bits of the upper words, then of the lower.
+        words: int32 [units, 4 columns of tiles, 8 times four lanes, 4 tiles]: bits.
         prefixes: int16, likewise: values of the unit before those of a word.
         values: 16-bit floats, units one after the other, filled up to 16 bytes with zeros.
         starts: int32 [units + 1]: where those of a unit start, in 16 bytes.
@@ -60,7 +61,7 @@ def pack(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed |
     Example:
         >>> ends = torch.tensor([0, 1]), torch.tensor([3]), torch.ones(1).half()
         >>> pack(*ends, 64).words[0, 0, 0].tolist()
-        [8, 0, 0, 0]
+        [32, 0, 0, 0]
     """
     rows, device = indptr.numel() - 1, indices.device
     units = -(-cols // UNIT)
@@ -68,12 +69,13 @@ def pack(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed |
     row, col = torch.repeat_interleave(indptr.diff()), indices.long()
     unit = row // UNIT * units + col // UNIT
     tile = col % UNIT // TILE * (UNIT // TILE) + row % UNIT // TILE
-    block = col % TILE // BLOCK * 2 + row % TILE // BLOCK
-    key = ((unit * UNIT_TILES + tile) * 4 + block) * 64 + row % BLOCK * BLOCK + col % BLOCK
+    lane = row % 8 * 4 + col % TILE // 4
+    entry = col % 4 // 2 * 4 + row % TILE // 8 * 2 + col % 2
+    key = ((unit * UNIT_TILES + tile) * 32 + lane) * 8 + entry
     key, order = key.sort()
     if bool((key[1:] == key[:-1]).any()):
         return None
-    word = key // 32  # units, tiles, blocks, halves
+    word = key // 32  # units, tiles, four lanes
     words = torch.zeros(count * UNIT_WORDS, dtype=torch.int64, device=device)
     words.index_add_(0, word, torch.ones_like(word) << key % 32)
     held = torch.bincount(word, minlength=count * UNIT_WORDS).view(count, UNIT_WORDS)
@@ -87,31 +89,31 @@ def pack(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed |
     most = int(of_unit.max())
     return Packed(
         (rows, cols),
-        _by_halves(words).to(torch.int32),
-        _by_halves(prefixes).to(torch.int16),
+        _by_columns(words).to(torch.int32),
+        _by_columns(prefixes).to(torch.int16),
         filled,
         starts.to(torch.int32),
         next(room for room in ROOMS if most <= room),
     )
 
 
-def fragments(x: Tensor, tiles: int) -> Tensor:
-    """Tokens as lanes of tensor cores hold them.
+def rows_for_lanes(x: Tensor) -> Tensor:
+    """Tokens of which a lane can read four columns at once; copied only where they are not that.
 
     Args:
         x: [tokens, k], 16-bit floats.
-        tiles: Blocks of eight tokens that a block of the kernel has.
 
     Returns:
-        [token blocks, k in 16s, tiles, 32 lanes, 4], zeros behind the last token and column.
+        [tokens, k up to the next multiple of 4], zeros behind the last column; rows start on 8
+        bytes.
     """
-    tokens, k = x.shape
-    blocks, columns = -(-tokens // (8 * tiles)), -(-k // UNIT) * UNIT
-    x = F.pad(x, (0, columns - k, 0, blocks * 8 * tiles - tokens))
-    lanes = x.reshape(blocks, tiles, 8, columns // TILE, 2, 4, 2)
-    return lanes.permute(0, 3, 1, 2, 5, 4, 6).reshape(blocks, columns // TILE, tiles, 32, 4)
+    k = x.shape[1]
+    aligned = k % 4 == 0 and x.data_ptr() % 8 == 0
+    if aligned and x.stride(1) == 1 and x.stride(0) >= 0 and x.stride(0) % 4 == 0:
+        return x
+    return F.pad(x, (0, -k % 4)) if k % 4 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _by_halves(words: Tensor) -> Tensor:
-    """From block before half to half before block."""
-    return words.view(-1, UNIT_TILES, 4, 2).transpose(2, 3).contiguous()
+def _by_columns(words: Tensor) -> Tensor:
+    """From tile before lane to lane before tile, so that a lane reads four words at once."""
+    return words.view(-1, 4, 4, 8).transpose(2, 3).contiguous()

@@ -3,12 +3,14 @@
 //
 // w lies in units of 64 rows x 64 columns (packed.py): 16 tiles of 16 x 16, each 256 bits in the
 // order in which the lanes of mma.m16n8k16 hold them, and the values of set bits in that order. A
-// lane finds its eight numbers by counting bits: one population count for two of them. A block has
-// a panel of units, and its warps equal parts of k; sums of warps are added in order. A warp copies
-// its units to shared memory kStages - 1 ahead (cp.async), and needs no other warp before the end.
+// lane has eight neighbouring bits, and its values lie one behind the other: one population count
+// finds the first, each set bit takes the next. Columns of a tile are dealt out so that a lane has
+// four neighbours of x too, and reads them as they lie. A block has a panel of units, and its warps
+// equal parts of k; sums of warps are added in order. A warp copies its units to shared memory
+// kStages - 1 ahead (cp.async), and needs no other warp before the end.
 //
-// Bound: bytes of w, 2 a value and 3/16 an entry, kept or not. Counting takes about 65 instructions
-// a tile, which at 80 % sparsity is as long. Not measured yet.
+// Bound: bytes of w, 2 a value and 3/16 an entry, kept or not; above 50 % sparsity the instructions
+// of a tile, which are the same for every sparsity.
 
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
@@ -20,14 +22,15 @@ constexpr u32 kWordBytes = kUnitTiles * kTileWords * 4, kPrefixBytes = kUnitTile
 constexpr u32 kRowPad = 68;  // words from token to token of sums: lanes of a warp in distinct banks
 
 struct Args {
-  const u32* words;                 // [units][tile][half of the lanes][8 x 8 block]
-  const u16* prefixes;              // values of the unit before those of a word, likewise
-  const u8* values;                 // of unit after unit, each from 16 bytes on
-  const u32* starts;                // where those of a unit start, in 16 bytes; one more than units
-  const u64* fragments;             // x [token block][16 columns][8 tokens][lane]
-  const u8* bias;                   // [rows], or none
-  u8* y;                            // [tokens, rows]
-  u32 rows, tokens, units, unused;  // units of a panel
+  const u32* words;            // [units][16 columns][four lanes][strip of 16 rows]
+  const u16* prefixes;         // values of the unit before those of a word, likewise
+  const u8* values;            // of unit after unit, each from 16 bytes on
+  const u32* starts;           // where those of a unit start, in 16 bytes; one more than units
+  const u8* x;                 // [tokens, k], rows and their starts on 8 bytes
+  const u8* bias;              // [rows], or none
+  u8* y;                       // [tokens, rows]
+  u64 pitch;                   // bytes from token to token
+  u32 rows, tokens, units, k;  // units of a panel; k is a multiple of 4
 };
 
 template <class C>
@@ -65,18 +68,46 @@ __device__ __forceinline__ void copy_unit(u32 to, const Args& a, u32 unit, u32 f
 // ---- one tile ------------------------------------------------------------------------------
 
 struct alignas(16) Words {
-  u32 block[4];
+  u32 strip[4];
 };
 struct alignas(8) Prefixes {
-  u16 block[4];
+  u16 strip[4];
 };
 
-// The two neighbouring numbers of a lane in an 8 x 8 block.
-__device__ __forceinline__ u32 pair_of(const u16* values, u32 word, u32 prefix, u32 lane) {
-  const u32 shift = lane % 16 * 2, two = word >> shift & 3;
-  const u16* from = values + prefix + __popc(word & ((1u << shift) - 1));
-  const u32 low = two & 1 ? from[0] : 0, high = two & 2 ? from[two & 1] : 0;
-  return low | high << 16;
+// The eight numbers of a lane in a tile, as registers of the tensor cores: where a bit is set, the
+// next of its values. As text, because the compiler makes three instructions of a step that is one.
+__device__ __forceinline__ void unpack_tile(u32 (&w)[4], u32 values, u32 word, u32 prefix,
+                                            u32 lane) {
+  const u32 shift = lane % 4 * 8;
+  u32 next = values + 2 * (prefix + __popc(word & ((1u << shift) - 1)));
+#define HOPSPARSE_TAKE(entry, bit)             \
+  "and.b32 bit, %5, " bit                      \
+  ";\n"                                        \
+  "setp.ne.u32 is_set" entry                   \
+  ", bit, 0;\n"                                \
+  "mov.u32 value" entry                        \
+  ", 0;\n"                                     \
+  "@is_set" entry " ld.shared.u16 value" entry \
+  ", [%4];\n"                                  \
+  "@is_set" entry " add.u32 %4, %4, 2;\n"
+  asm volatile(
+      "{.reg .pred is_set<8>;\n"
+      ".reg .u32 bit, value<8>;\n"
+      HOPSPARSE_TAKE("0", "1")
+      HOPSPARSE_TAKE("1", "2")
+      HOPSPARSE_TAKE("2", "4")
+      HOPSPARSE_TAKE("3", "8")
+      HOPSPARSE_TAKE("4", "16")
+      HOPSPARSE_TAKE("5", "32")
+      HOPSPARSE_TAKE("6", "64")
+      HOPSPARSE_TAKE("7", "128")
+      "prmt.b32 %0, value0, value1, 0x5410;\n"
+      "prmt.b32 %1, value2, value3, 0x5410;\n"
+      "prmt.b32 %2, value4, value5, 0x5410;\n"
+      "prmt.b32 %3, value6, value7, 0x5410;}"
+      : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]), "+r"(next)
+      : "r"(word >> shift));
+#undef HOPSPARSE_TAKE
 }
 
 template <class C>
@@ -98,23 +129,40 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const u32 (&w)[4],
 template <class C>
 using Sums = float[kStrips][C::kTokenTiles][4];
 
-// A unit that has arrived in shared memory.
+// What a lane has of x: four columns of a token for every 16 columns and 8 tokens.
 template <class C>
-__device__ __forceinline__ void multiply_unit(Sums<C>& sums, const u8* stage,
-                                              const u64 (&x)[4][C::kTokenTiles], u32 lane) {
-  const u16* values = reinterpret_cast<const u16*>(stage + kWordBytes + kPrefixBytes);
+using Tokens = u64[4][C::kTokenTiles];
+
+// Of a unit; zeros behind the last token and column.
+template <class C>
+__device__ __forceinline__ void load_tokens(Tokens<C>& x, const Args& a, u32 unit, u32 lane) {
+  const u32 first = blockIdx.y * Facts<C>::kTokens + lane / 4;
 #pragma unroll
   for (int column = 0; column < 4; ++column) {
+    const u32 at = unit * 64 + column * 16 + lane % 4 * 4;
+#pragma unroll
+    for (int tile = 0; tile < C::kTokenTiles; ++tile) {
+      const u32 token = first + tile * 8;
+      const u64* from = reinterpret_cast<const u64*>(a.x + token * a.pitch + at * 2);
+      x[column][tile] = token < a.tokens && at < a.k ? __ldg(from) : 0;
+    }
+  }
+}
+
+// A unit that has arrived in shared memory.
+template <class C>
+__device__ __forceinline__ void multiply_unit(Sums<C>& sums, const u8* stage, const Tokens<C>& x,
+                                              u32 lane) {
+  const u32 values = shared_address(stage + kWordBytes + kPrefixBytes);
+#pragma unroll
+  for (int column = 0; column < 4; ++column) {
+    const u32 at = column * kTileWords + lane / 4;
+    const Words words = reinterpret_cast<const Words*>(stage)[at];
+    const Prefixes before = reinterpret_cast<const Prefixes*>(stage + kWordBytes)[at];
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
-      const u32 at = (column * kStrips + strip) * 2 + lane / 16;
-      const Words words = reinterpret_cast<const Words*>(stage)[at];
-      const Prefixes before = reinterpret_cast<const Prefixes*>(stage + kWordBytes)[at];
       u32 w[4];
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        w[block] = pair_of(values, words.block[block], before.block[block], lane);
-      }
+      unpack_tile(w, values, words.strip[strip], before.strip[strip], lane);
 #pragma unroll
       for (int tile = 0; tile < C::kTokenTiles; ++tile) {
         multiply_add<C>(sums[strip][tile], w, x[column][tile]);
@@ -166,7 +214,6 @@ __device__ __forceinline__ void multiply(const Args& a) {
   const u32 panel = blockIdx.x * a.units;
   const u32 first = panel + warp * a.units / C::kWarps;
   const u32 last = panel + (warp + 1) * a.units / C::kWarps;
-  const u64* x = a.fragments + u64(blockIdx.y) * a.units * 4 * C::kTokenTiles * 32 + lane;
   Sums<C> sums{};
   // Where values of the next unit to copy start and end; the end is read a copy ahead.
   u32 from = 0, to = 0;
@@ -184,16 +231,12 @@ __device__ __forceinline__ void multiply(const Args& a) {
   for (u32 i = 0; i < kAhead; ++i) copy_next();
 #pragma unroll 1
   for (u32 unit = first; unit < last; ++unit) {
-    u64 fragments[4][C::kTokenTiles];
-#pragma unroll
-    for (int i = 0; i < 4 * C::kTokenTiles; ++i) {
-      const u64 at = u64(unit - panel) * 4 * C::kTokenTiles + i;
-      fragments[i / C::kTokenTiles][i % C::kTokenTiles] = x[at * 32];
-    }
+    Tokens<C> x;
+    load_tokens<C>(x, a, unit - panel, lane);
     wait_for_copies<kAhead - 1>();
     __syncwarp();  // all lanes see the unit, and are done with the one before, which goes now
     copy_next();
-    multiply_unit<C>(sums, stages + (unit - first) % C::kStages * kStage, fragments, lane);
+    multiply_unit<C>(sums, stages + (unit - first) % C::kStages * kStage, x, lane);
   }
   __syncthreads();  // sums go where units were
   finish<C>(a, sums, reinterpret_cast<float*>(smem), warp, lane);

@@ -8,8 +8,8 @@ from functools import cache
 from ...errors import ArgumentError
 from ...plan.spec import KernelSpec
 
-#: Sides of a unit; of a tile of it; rows and columns of an 8 x 8 block.
-UNIT, TILE, BLOCK = 64, 16, 8
+#: Sides of a unit, and of a tile of it.
+UNIT, TILE = 64, 16
 #: Tiles of a unit, and its words of 32 bits.
 UNIT_TILES, UNIT_WORDS = 16, 128
 #: Values start on as many.
@@ -31,13 +31,14 @@ class TileArgs(ctypes.Structure):
         ("prefixes", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
-        ("fragments", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
+        ("pitch", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("tokens", ctypes.c_uint32),
         ("units", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("k", ctypes.c_uint32),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -165,10 +164,16 @@ def why_no_int4_kernel(w: Quantized, x: Tensor, *added: Tensor | None) -> str | 
     return None
 
 
-@cache
+# A dictionary, because torch.compile warns of functions under `functools.cache`.
+_GATHERED: dict[str, bool] = {}
+
+
 def _is_gathered(pattern: str) -> bool:
-    found = parse_pattern(pattern)
-    return not isinstance(found, NMPattern) or windows_of(found) != 1
+    known = _GATHERED.get(pattern)
+    if known is None:
+        found = parse_pattern(pattern)
+        known = _GATHERED[pattern] = not isinstance(found, NMPattern) or windows_of(found) != 1
+    return known
 
 
 def _check(w: Quantized, x: Tensor, x_scale: Tensor | None, call: PlainCall) -> None:
