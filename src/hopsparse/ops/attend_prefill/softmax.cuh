@@ -91,8 +91,10 @@ struct Softmax {
   }
 };
 
+// Nothing to do for a warp whose rows have no larger score, as most have after some tiles.
 template <class C>
 __device__ __forceinline__ void fade_sums(float (&o)[C::kDim / 2], const Fade& fade) {
+  if (!__ballot_sync(0xFFFFFFFF, fade.row[0] != 1 || fade.row[1] != 1)) return;
 #pragma unroll
   for (int i = 0; i < C::kDim / 2; ++i) o[i] *= fade.row[i / 2 % 2];
 }
