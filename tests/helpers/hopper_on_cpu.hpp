@@ -26,6 +26,8 @@ struct alignas(16) int4 {
   int x, y, z, w;
 };
 
+inline int __clz(u32 word) { return std::countl_zero(word); }
+
 [[noreturn]] inline void fail(const char* what, u32 number) {
   std::fprintf(stderr, "%s %u\n", what, number);
   std::_Exit(3);

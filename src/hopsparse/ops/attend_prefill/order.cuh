@@ -1,7 +1,7 @@
 // The order in which attend_prefill works: tiles of queries and lists, most keys first.
 //
 //   grid       one block of kThreads threads
-//   sort       by counting, 64 classes of work for each section of lists
+//   sort       by counting, kClasses of work for each section of lists, an eighth apart or less
 // Sections are lists whose keys fit the L2 cache together; they come one after the other. Nothing
 // else depends on the order: within a class it is whoever came first.
 
@@ -23,7 +23,7 @@ struct Args {
   u32 capacity;  // tokens that a sequence has room for
 };
 
-constexpr u32 kThreads = 1024, kClasses = 64, kMostSections = 64, kKeys = 128;
+constexpr u32 kThreads = 1024, kClasses = 128, kMostSections = 64, kKeys = 128;
 constexpr u32 kPerThread = kClasses * kMostSections / kThreads;
 
 // Tiles of sequence b are places of their own: those before it have at most starts[b] / rows + b.
@@ -59,8 +59,10 @@ __device__ __forceinline__ u32 class_of(const Args& a, u32 place, u32 list, u32&
     if (listed && a.counts) listed = a.counts[row];
     keys = min(end, min(static_cast<u32>(max(listed, 0)), a.most) * a.block);
   }
-  const u32 largest = max(a.capacity / kKeys, 1u);
-  return kClasses - 1 - min((keys / kKeys) * u64(kClasses - 1) / largest, u64(kClasses - 1));
+  // Eighths of powers of two: whatever sequences have room for, most of which may be empty.
+  const u32 tiles = keys / kKeys + 1, power = 31 - __clz(tiles);
+  const u32 eighths = power < 3 ? tiles << (3 - power) : tiles >> (power - 3);
+  return kClasses - 1 - min(8 * power + eighths % 8, kClasses - 1);
 }
 
 // Where each class of each section starts; its threads are those of the block.
