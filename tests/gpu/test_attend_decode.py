@@ -22,9 +22,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(device: torch.device) -> None:
-    """All kernels, side by side, before the first test."""
+    """All kernels, side by side, before the first test. Numbers of blocks share a code."""
+    specs = {spec.text: spec for spec in plan.every_spec()}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(KernelCache.default().get, plan.every_spec()))
+        list(pool.map(KernelCache.default().get, specs.values()))
 
 
 def moved(cache: PagedKV, device: torch.device) -> PagedKV:
@@ -81,10 +82,65 @@ def test_long_lists(device: torch.device) -> None:
     check(device, shape, sequences, torch.rand(1, 2, 313).argsort(-1)[..., :150], 64)
 
 
+@pytest.mark.parametrize("splits", plan.SPLITS)
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (7, 128), (13, 128), (16, 256)])
+def test_any_number_of_blocks_may_share_a_list(
+    group: int, dim: int, splits: int, device: torch.device
+) -> None:
+    """More of them than there are tiles, and so few that each warp looks far ahead."""
+    shape = Shape(heads=2 * group, kv_heads=2, dim=dim, page=64)
+    sequences = tokens_of(shape, [0, 40, 6000], torch.bfloat16)
+    q = torch.randn(3, shape.heads, dim).bfloat16()
+    cache = moved(paged(shape, sequences), device)
+    out = torch.full_like(q, float("nan"), device=device)
+    lse = torch.full(q.shape[:2], float("nan"), device=device)
+    enqueue((out, lse), q.to(device), cache, (None, None), 64, shape.scale, splits)
+    for b, (keys, values) in enumerate(sequences):
+        for head in range(shape.heads):
+            kv = head // group
+            got = (out[b, head].cpu(), lse[b, head].cpu())
+            assert_attention(got, q[b, head], keys[kv], values[kv], shape.scale)
+
+
 def problem(device: torch.device, lengths: list[int]) -> tuple[Tensor, PagedKV]:
     shape = Shape(heads=8, kv_heads=2, dim=128)
     cache = moved(paged(shape, tokens_of(shape, lengths, torch.bfloat16)), device)
     return torch.randn(len(lengths), 8, 128).bfloat16().to(device), cache
+
+
+def test_pools_of_more_entries_than_32_bits_count(device: torch.device) -> None:
+    """Keys and values take turns in a pool of 2.3e9 entries; its last pages are used."""
+    shape = Shape(heads=8, kv_heads=2, dim=128, page=64)
+    sequences = tokens_of(shape, [200], torch.bfloat16)
+    pool = torch.empty(140_000, 2, 64, 128, dtype=torch.bfloat16, device=device)
+    small = paged(shape, sequences, order=torch.arange(7))
+    first = pool.shape[0] // 2 - small.keys.shape[0]
+    keys, values = pool[0::2], pool[1::2]
+    keys[first:], values[first:] = small.keys.to(device), small.values.to(device)
+    table = (small.table + first).to(device)
+    cache = PagedKV(keys, values, table, small.lengths.to(device))
+    q = torch.randn(1, 8, 128).bfloat16().to(device)
+    assert fits(q, cache)
+    assert keys.numel() + values.numel() > 2**31
+    for mine, other in zip(
+        attend_decode(q, cache), attend_decode(q, moved(small, device)), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_lists_without_width_are_empty(device: torch.device) -> None:
+    q, cache = problem(device, [500, 60])
+    nothing = torch.empty(2, 2, 0, dtype=torch.int32, device=device)
+    out, lse = attend_decode(q, cache, nothing)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+def test_queries_may_begin_anywhere(device: torch.device) -> None:
+    q, cache = problem(device, [500, 60])
+    apart = torch.empty(q.numel() + 1, dtype=q.dtype, device=device)[1:].view(q.shape).copy_(q)
+    for mine, other in zip(attend_decode(apart, cache), attend_decode(q, cache), strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_sixteen_times_none_and_then_two_blocks(device: torch.device) -> None:
@@ -203,8 +259,12 @@ def test_one_graph_for_all_lengths_and_lists(device: torch.device) -> None:
             assert torch.equal(mine, other)
 
 
-def test_a_whole_step_in_one_graph(device: torch.device) -> None:
-    """Scores, selection and attention of growing sequences; each layer has lists of its own."""
+@pytest.mark.parametrize("early", [False, True])
+def test_a_whole_step_in_one_graph(early: bool, device: torch.device) -> None:
+    """Scores, selection and attention of growing sequences; each layer has lists of its own.
+
+    Early: attention may start before the kernel ahead of it has ended, and waits for it.
+    """
     shape = Shape(heads=8, kv_heads=2, dim=64, page=64)
     q = torch.randn(2, 8, 64).bfloat16().to(device)
     cache = moved(paged(shape, tokens_of(shape, [640, 640], torch.bfloat16)), device)
@@ -225,7 +285,7 @@ def test_a_whole_step_in_one_graph(device: torch.device) -> None:
     starts = torch.zeros(2, dtype=torch.int32, device=device)
     for blocks in layers:
         append_keys(blocks, keys, starts)
-    graph = capture(step)
+    graph = capture(step, early=early)
     for lengths in ([640, 3], [0, 500], [64, 65]):
         cache.lengths.copy_(torch.tensor(lengths))
         q.copy_(torch.randn(2, 8, 64))

@@ -75,6 +75,14 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
                    : "memory");
 }
 
+// The same in two: what lies between them is done while the others arrive.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // To the shared memory of another block, counted as 16 bytes of a barrier of that block; both are
 // addresses of the cluster.
 __device__ __forceinline__ void store_async_x4(u32 address, u32 bar, u32 a, u32 b, u32 c, u32 d) {

@@ -32,6 +32,20 @@ __device__ __forceinline__ Piece load_here_if(bool inside, const u8* from) {
   return p;
 }
 
+// A word, or another where it is not to be read. Not a branch, and it stands where it is written.
+__device__ __forceinline__ u32 load_word_if(bool inside, const void* from, u32 otherwise) {
+  u32 word;
+  asm volatile(
+      "{.reg .pred inside;\n"
+      "setp.ne.u32 inside, %2, 0;\n"
+      "mov.b32 %0, %3;\n"
+      "@inside ld.global.b32 %0, [%1];}"
+      : "=&r"(word)
+      : "l"(from), "r"(u32(inside)), "r"(otherwise)
+      : "memory");
+  return word;
+}
+
 struct alignas(8) HalfPiece {
   u32 word[2];
 };

@@ -1,313 +1,235 @@
 // attend_decode: one query a head over listed blocks of keys in pages, in one launch.
 //
-// A cluster of kCluster blocks has a sequence and a head of keys, with all of its query heads. The
-// list is cut into even parts by its count, which is read on the device: nothing is planned on the
-// host. A warp takes 32 tokens at a time: rows of keys and values come by cp.async, the next 32
-// while these are used. A lane scores one token against every query head; then the warp turns, a
-// lane has kDim / 32 columns of the output. Each warp keeps its own maximum and sum; warps and then
-// blocks are merged in their order, through shared and distributed shared memory, so that the
-// result does not depend on who comes first.
+// A cluster of `splits` blocks has a sequence and a head of keys, with all of its query heads. A
+// tile is 16 tokens, which lie in one page. Warps of the cluster take tiles in turns, as many as
+// the counts on the device say: nothing is planned on the host. Rows of keys and values come by
+// cp.async into a ring of the warp's own, so that warps wait for nobody, and two blocks of an SM
+// keep 128 KB in flight, four times what memory needs to be busy.
 //
-// Bound: bytes of keys and values. Products are float32 fused ones of ordinary cores, which keep up
-// with memory to about four query heads a head of keys; beyond, tensor cores are wanted.
+// Both products are of tensor cores: queries [8 or 16 heads, dim] by keys, so that a lane has four
+// or eight weights of one or two heads; then values, transposed as they are loaded, by weights in
+// the order in which they are there. Weights are rounded to the dtype of values, sums are not. Each
+// warp keeps its own maximum and sum; warps and then blocks are merged in their order: the result
+// does not depend on who comes first. A block sends parts of its outputs to those that finish them.
+//
+// Bound: bytes of keys and values. A tile of 8 KB (dim 128) is due every 436 clocks of an SM, which
+// could issue 1744 instructions meanwhile, and issues about 330. docs/design/0008 has the budget.
 
+#include "./facts.cuh"
+#include "./merge.cuh"
+#include "./pages.cuh"
 #include "epilogue/value.cuh"
 #include "ptx/async.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
-#include "ptx/cluster.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/power.cuh"
+#include "ptx/shared.cuh"
 
 namespace attend_decode {
 
-constexpr int kTile = 32, kStages = 2;
-constexpr u32 kAll = 0xFFFFFFFF;
+// ---- products ------------------------------------------------------------------------------
 
-struct Args {
-  const u8* q;     // [batch, heads, dim]
-  const u8* keys;  // [pages, kv_heads, page, dim], by strides
-  const u8* values;
-  const int* table;                         // [batch, table_width]
-  const int* lengths;                       // [batch]
-  const int* indices;                       // [batch, kv_heads, most], or null: all blocks in order
-  const int* counts;                        // [batch, kv_heads], or null: most
-  u8* out;                                  // [batch, heads, dim]
-  float* lse;                               // [batch, heads]
-  long long key_page, key_head, key_token;  // strides in entries
-  long long value_page, value_head, value_token;
-  u32 pages, page, block, table_width, most, kv_heads, group;
-  float scale;
-};
-
+// A lane's queries of 16 dims; those of heads that are not there are zeros.
 template <class C>
-struct Smem {
-  static constexpr int kRow =
-      C::kDim * 2 + 16;  // bytes; lanes that read 32 rows meet no bank twice
-  alignas(16) u8 keys[C::kWarps][kStages][kTile][kRow];
-  alignas(16) u8 values[C::kWarps][kStages][kTile][kRow];
-  alignas(16) float q[C::kGroup][C::kDim];
-  alignas(16) float weights[C::kWarps][C::kGroup][kTile];
-  float top[C::kWarps][C::kGroup], sum[C::kWarps][C::kGroup];
-  // Of the block: what the cluster merges.
-  float block_top[C::kGroup], block_sum[C::kGroup];
-};
-
-// Outputs of a warp lie where its keys were.
-template <class C>
-__device__ __forceinline__ float* outputs(Smem<C>& s, u32 warp) {
-  static_assert(sizeof(s.keys[0]) >= sizeof(float) * C::kGroup * C::kDim, "outputs of a warp fit");
-  return reinterpret_cast<float*>(s.keys[warp]);
-}
-
-// Where a token lies, or nowhere.
-struct Token {
-  long long key, value;
-  bool there;
-};
-
-template <class C>
-__device__ __forceinline__ Token token_at(const Args& a, u32 batch, u32 head, u32 slot, u32 end) {
-  Token t = {0, 0, false};
-  if (slot >= end) return t;
-  const u32 entry = slot / a.block;
-  const int listed = a.indices ? a.indices[(u64(batch) * a.kv_heads + head) * a.most + entry]
-                               : static_cast<int>(entry);
-  const long long position = static_cast<long long>(listed) * a.block + slot % a.block;
-  if (listed < 0 || position >= a.lengths[batch]) return t;
-  const u64 column = static_cast<u64>(position) / a.page;
-  if (column >= a.table_width) return t;
-  const int page = a.table[u64(batch) * a.table_width + column];
-  if (page < 0 || static_cast<u32>(page) >= a.pages) return t;
-  const long long within = position % a.page;
-  t.key = page * a.key_page + head * a.key_head + within * a.key_token;
-  t.value = page * a.value_page + head * a.value_head + within * a.value_token;
-  t.there = true;
-  return t;
-}
-
-__device__ __forceinline__ long long of_lane(long long value, u32 lane) {
-  const u32 low = __shfl_sync(kAll, static_cast<u32>(value), lane);
-  const u32 high = __shfl_sync(kAll, static_cast<u32>(value >> 32), lane);
-  return static_cast<long long>(u64(high) << 32 | low);
-}
-
-// Starts the copies of the rows of a tile; each lane knows where one of them lies.
-template <class C>
-__device__ __forceinline__ void fetch(Smem<C>& s, const Args& a, const Token& t, u32 stage) {
-  constexpr u32 kChunks = C::kDim * 2 / 16, kRows = 32 / kChunks > 0 ? 32 / kChunks : 1;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ void queries_of(u32 (&q)[4], const Args& a, u32 list, int step) {
+  const u32 lane = threadIdx.x % 32, head = lane / 4;
+  const u32* from = reinterpret_cast<const u32*>(a.q) +
+                    (u64(list) * a.group + head) * (C::kDim / 2) + step * 8 + lane % 4;
 #pragma unroll
-  for (u32 first = 0; first < kTile; first += kRows) {
-    const u32 row = first + lane / kChunks, chunk = lane % kChunks;
-    const long long key = of_lane(t.key, row), value = of_lane(t.value, row);
-    const bool there = __shfl_sync(kAll, static_cast<u32>(t.there), row) != 0;
-    copy_async(shared_address(&s.keys[warp][stage][row][chunk * 16]), a.keys + key * 2 + chunk * 16,
-               there);
-    copy_async(shared_address(&s.values[warp][stage][row][chunk * 16]),
-               a.values + value * 2 + chunk * 16, there);
+  for (int i = 0; i < 4; ++i) {
+    const int row = i % 2 * 8;  // g, or g + 8
+    const bool in = row < C::kHeads && head + row < a.group;
+    q[i] = in ? from[row * (C::kDim / 2) + i / 2 * 4] : 0;
   }
 }
 
-template <Type T>
-__device__ __forceinline__ void unpack_pair(float& low, float& high, u32 word) {
-  low = unpack<T>(word);
-  high = T == Type::bf16 ? __uint_as_float(word & 0xFFFF0000) : unpack<T>(word >> 16);
-}
-
-// The lane's token against every query head.
+// Nothing is seen yet; all threads of the block come by.
 template <class C>
-__device__ __forceinline__ void score(float (&scores)[C::kGroup], const Smem<C>& s, u32 stage) {
-  const u32* row = reinterpret_cast<const u32*>(s.keys[threadIdx.x / 32][stage][threadIdx.x % 32]);
+__device__ __forceinline__ void begin(Seen<C>& seen, Smem<C>& s, const Args& a, u32 list) {
+  if constexpr (C::kSharedQueries) {
+    for (int step = threadIdx.x / 32; step < Seen<C>::kSteps; step += C::kWarps) {
+      queries_of<C>(s.q[step][threadIdx.x % 32], a, list, step);
+    }
+    __syncthreads();
+  } else {
 #pragma unroll
-  for (int g = 0; g < C::kGroup; ++g) scores[g] = 0;
-#pragma unroll 4
-  for (int d = 0; d < C::kDim; d += 8) {
-    float key[8];
+    for (int step = 0; step < Seen<C>::kSteps; ++step) queries_of<C>(seen.q[step], a, list, step);
+  }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) unpack_pair<C::kType>(key[2 * i], key[2 * i + 1], row[d / 2 + i]);
+  for (int half = 0; half < Seen<C>::kHalves; ++half) {
+    seen.top[half] = -infinity();
+    seen.sum[half] = 0;
 #pragma unroll
-    for (int g = 0; g < C::kGroup; ++g) {
+    for (int step = 0; step < Seen<C>::kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) scores[g] = fmaf(key[i], s.q[g][d + i], scores[g]);
+      for (int i = 0; i < 4; ++i) seen.out[step][half][i] = 0;
     }
   }
 }
 
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (u32 step = 16; step > 0; step /= 2) {
-    value = fmaxf(value, __uint_as_float(__shfl_xor_sync(kAll, __float_as_uint(value), step)));
-  }
-  return value;
-}
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (u32 step = 16; step > 0; step /= 2) {
-    value += __uint_as_float(__shfl_xor_sync(kAll, __float_as_uint(value), step));
-  }
-  return value;
-}
-
-// exp(value - top), 0 where nothing is; what is NaN stays so.
-__device__ __forceinline__ float power(float value, float top) {
-  constexpr float kLog2E = 1.44269504f;
-  if (top == -__int_as_float(0x7F800000)) return value == top ? 0.0f : value;
-  return exp2f((value - top) * kLog2E);
-}
-
-// What a warp has seen: maxima, sums of its lanes, and its columns of the outputs.
+// Weights of a tile for one of the halves: scores become powers of two, packed for the second
+// product; the factor is that of all that was summed before.
 template <class C>
-struct Seen {
-  static constexpr int kColumns = C::kDim / 32;
-  float top[C::kGroup], sum[C::kGroup], out[C::kGroup][kColumns];
-};
-
-template <class C>
-__device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, const Args& a, bool there,
-                                     u32 stage) {
-  constexpr int kColumns = Seen<C>::kColumns;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float scores[C::kGroup];
-  score<C>(scores, s, stage);
+__device__ __forceinline__ float weigh(Seen<C>& seen, u32 (&weights)[2], float (&x)[4], int half,
+                                       float scale, u32 tokens, u32 lane) {
+  float most = -infinity();
 #pragma unroll
-  for (int g = 0; g < C::kGroup; ++g) {
-    const float value = there ? scores[g] * a.scale : -__int_as_float(0x7F800000);
-    const float top = fmaxf(seen.top[g], warp_max(value));
-    const float weight = power(value, top), before = power(seen.top[g], top);
-    seen.top[g] = top;
-    seen.sum[g] = seen.sum[g] * before + weight;
-    s.weights[warp][g][lane] = weight;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) seen.out[g][i] *= before;
+  for (u32 i = 0; i < 4; ++i) {
+    x[i] *= scale;
+    if (i / 2 * 8 + lane % 4 * 2 + i % 2 >= tokens) x[i] = -infinity();
+    most = fmaxf(most, x[i]);
   }
-  __syncwarp();
-#pragma unroll 2
-  for (int t = 0; t < kTile; ++t) {
-    const u32* row = reinterpret_cast<const u32*>(s.values[warp][stage][t]) + lane * kColumns / 2;
-    float value[kColumns];
+  most = fmaxf(most, of_lane_xor(most, 1));
+  most = fmaxf(most, of_lane_xor(most, 2));
+  const float top = fmaxf(seen.top[half], most - kRaise<C::kType>), base = base_of(top);
+  const float factor = power_of_two(seen.top[half] - base);
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      unpack_pair<C::kType>(value[2 * i], value[2 * i + 1], row[i]);
+  for (u32 i = 0; i < 4; ++i) x[i] = power_of_two(x[i] - base);
+  seen.top[half] = top;
+  seen.sum[half] = seen.sum[half] * factor + ((x[0] + x[1]) + (x[2] + x[3]));
+  weights[0] = pack<C::kType>(x[0], x[1]);
+  weights[1] = pack<C::kType>(x[2], x[3]);
+  return factor;
+}
+
+// A tile that has arrived at `stage`. `at` is where the lane's row of a matrix begins: lanes of 8
+// name rows 0 to 7 of two chunks, and then rows 8 to 15.
+template <class C>
+__device__ __forceinline__ void take(Seen<C>& seen, Smem<C>& s, u32 stage, u32 at, float scale,
+                                     u32 tokens) {
+  constexpr int kSteps = Seen<C>::kSteps, kHalves = Seen<C>::kHalves;
+  constexpr bool kBf16 = C::kType == Type::bf16;
+  const u32 lane = threadIdx.x % 32;
+  // Heads by tokens 0 to 7, and 8 to 15, of even and of odd steps: chains of half the length.
+  float scores[2][2][4] = {};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    u32 keys[4];
+    load_matrix_x4(keys, stage + (at ^ step * 32));
+    const u32(&q)[4] = C::kSharedQueries ? s.q[step][lane] : seen.q[step];
+    multiply_add<kBf16>(scores[step % 2][0], q, keys[0], keys[1]);
+    multiply_add<kBf16>(scores[step % 2][1], q, keys[2], keys[3]);
+  }
+  u32 weights[kHalves][2];
+  float factor[kHalves];
+  bool moved = false;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const float before = seen.top[half];
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = scores[0][i / 2][2 * half + i % 2] + scores[1][i / 2][2 * half + i % 2];
     }
+    factor[half] = weigh<C>(seen, weights[half], x, half, scale, tokens, lane);
+    moved |= before != seen.top[half];
+  }
+  if (__ballot_sync(kAll, moved)) {  // seldom, after the first tiles
 #pragma unroll
-    for (int g = 0; g < C::kGroup; ++g) {
-      const float weight = s.weights[warp][g][t];
+    for (int half = 0; half < kHalves; ++half) {
+      // Of heads 2 t and 2 t + 1, which lanes 8 t and 8 t + 4 have.
+      const float even = of_lane(factor[half], lane % 4 * 8);
+      const float odd = of_lane(factor[half], lane % 4 * 8 + 4);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) seen.out[g][i] = fmaf(weight, value[i], seen.out[g][i]);
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) seen.out[step][half][i] *= i % 2 ? odd : even;
+      }
     }
   }
-  __syncwarp();  // weights and rows are read before they are written again
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    u32 values[4];
+    load_transposed_x4(values, stage + kTile * Smem<C>::kRow + (at ^ step * 32));
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      multiply_add<kBf16>(seen.out[step][half], values, weights[half][0], weights[half][1]);
+    }
+  }
 }
 
-// All tiles of a warp: the block's slots, in turns with its other warps.
+// All tiles of a warp. A lane knows where one of 32 of them lies; half way the next 32 are looked
+// up, so that nothing waits for the list and the table.
 template <class C>
-__device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u32 rank) {
-  const u32 head = blockIdx.y, batch = blockIdx.z, lane = threadIdx.x % 32;
-  const u32 length = max(a.lengths[batch], 0);
-  u32 entries = (length + a.block - 1) / a.block;
-  if (a.indices) {
-    const int listed = a.counts ? a.counts[u64(batch) * a.kv_heads + head] : a.most;
-    entries = max(0, min(listed, static_cast<int>(a.most)));
-  }
-  const u32 part = (entries + C::kCluster - 1) / C::kCluster;
-  const u32 end = min((rank + 1) * part, entries) * a.block;
-  u32 slot = rank * part * a.block + threadIdx.x / 32 * kTile;
-  Token now = token_at<C>(a, batch, head, slot + lane, end);
-  fetch<C>(s, a, now, 0);
-  commit_copies();
-  for (u32 stage = 0; slot < end; stage ^= 1) {
-    slot += C::kWarps * kTile;
-    const Token next = token_at<C>(a, batch, head, slot + lane, end);
-    fetch<C>(s, a, next, stage ^ 1);
+__device__ __forceinline__ void walk(Seen<C>& seen, Smem<C>& s, const Args& a, u32 number) {
+  constexpr u32 kStage = sizeof(s.tiles[0][0]), kBits = 5;
+  static_assert(C::kStages * kBits <= 32 && kTile < 1 << kBits, "counts of the ring fit a word");
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, batch = blockIdx.z;
+  const u32 turns = a.splits * C::kWarps, mine = blockIdx.x * C::kWarps + warp;
+  const List list(a, number, batch);
+  const int first = block_of(a, number, mine + lane * turns);
+  begin<C>(seen, s, a, number);
+  const u32 length = list.length, tiles = list.tiles(a);
+  Place now = place_of(a, batch, first, mine + lane * turns, tiles, length), next = {0, 0};
+  const Copies<C> copies(a, blockIdx.y, lane);
+  const u32 ring = shared_address(s.tiles[warp]);
+  const u32 row = lane / 16 * 8 + lane % 8;
+  const u32 at = row * Smem<C>::kRow + (lane / 8 % 2 ^ lane % 8) * 16;
+  u32 to = 0, from = 0, waiting = 0;  // stages; tokens of the tiles under way, oldest lowest
+  u32 tile = mine;                    // the one that is taken next
+  for (u32 ahead = 0; ahead < C::kStages - 1 || tile < tiles; ++ahead) {
+    if (ahead % 32 == 16) {
+      const u32 of_lane = mine + (ahead + 16 + lane) * turns;
+      next = place_of(a, batch, block_of(a, number, of_lane), of_lane, tiles, length);
+    }
+    if (ahead % 32 == 0 && ahead > 0) now = next;
+    const u32 page = __shfl_sync(kAll, now.page, ahead % 32);
+    const u32 where = __shfl_sync(kAll, now.where, ahead % 32);
+    copies.start(a, page, where, ring + to * kStage, lane);
     commit_copies();
-    wait_copies<1>();
+    to = to + 1 == C::kStages ? 0 : to + 1;
+    waiting = waiting >> kBits | where >> 8 << kBits * (C::kStages - 1);
+    if (ahead < C::kStages - 1) continue;
+    wait_copies<C::kStages - 1>();
     __syncwarp();
-    take<C>(seen, s, a, now.there, stage);
-    now = next;
+    const u32 tokens = waiting & (1 << kBits) - 1;
+    if (tokens > 0) take<C>(seen, s, ring + from * kStage, at, a.scale, tokens);
+    __syncwarp();  // rows are read before others are written there
+    from = from + 1 == C::kStages ? 0 : from + 1;
+    tile += turns;
   }
   wait_copies<0>();
   __syncwarp();
 }
 
-// ---- merging -------------------------------------------------------------------------------
+// ---- the block -----------------------------------------------------------------------------
 
-// Merges the warps of the block, in their order; its outputs lie where those of warp 0 did.
+// The barrier that counts what is sent to this block. Others send when all have begun.
 template <class C>
-__device__ __forceinline__ void merge_warps(const Seen<C>& seen, Smem<C>& s) {
-  constexpr int kColumns = Seen<C>::kColumns;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* mine = outputs<C>(s, warp);
-#pragma unroll
-  for (int g = 0; g < C::kGroup; ++g) {
-    const float sum = warp_sum(seen.sum[g]);
-    if (lane == 0) s.top[warp][g] = seen.top[g], s.sum[warp][g] = sum;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) mine[g * C::kDim + lane * kColumns + i] = seen.out[g][i];
+__device__ __forceinline__ void expect_parts(Smem<C>& s, const Args& a) {
+  if (threadIdx.x == 0) {
+    const u32 bar = shared_address(&s.arrived);
+    mbarrier_init(bar, 1);
+    mbarrier_expect(bar, a.group * C::kDim * 4 + a.splits * ((a.group + 1) / 2 * 16));
+    mbarrier_init_fence();
   }
-  __syncthreads();
-  for (u32 at = threadIdx.x; at < C::kGroup * C::kDim; at += C::kWarps * 32) {
-    const u32 g = at / C::kDim;
-    float top = s.top[0][g], sum = 0, out = 0;
-    for (u32 w = 1; w < C::kWarps; ++w) top = fmaxf(top, s.top[w][g]);
-    for (u32 w = 0; w < C::kWarps; ++w) {
-      const float part = power(s.top[w][g], top);
-      sum += part * s.sum[w][g];
-      out += part * outputs<C>(s, w)[at];
-    }
-    outputs<C>(s, 0)[at] = out;  // read by this thread alone
-    if (at % C::kDim == 0) s.block_top[g] = top, s.block_sum[g] = sum;
-  }
-}
-
-template <class C>
-__device__ __forceinline__ float of_block(const float* place, u32 rank) {
-  return __uint_as_float(load_cluster(cluster_address(shared_address(place), rank)));
-}
-
-// Merges the blocks of the cluster; each of them writes a part of the columns.
-template <class C>
-__device__ __forceinline__ void merge_blocks(Smem<C>& s, const Args& a, u32 rank) {
-  const u64 row = (u64(blockIdx.z) * a.kv_heads + blockIdx.y) * a.group;
-  for (u32 at = rank * C::kWarps * 32 + threadIdx.x; at < a.group * C::kDim;
-       at += C::kCluster * C::kWarps * 32) {
-    const u32 g = at / C::kDim;
-    float top = -__int_as_float(0x7F800000), sum = 0, out = 0;
-    for (u32 b = 0; b < C::kCluster; ++b) top = fmaxf(top, of_block<C>(&s.block_top[g], b));
-    for (u32 b = 0; b < C::kCluster; ++b) {
-      const float part = power(of_block<C>(&s.block_top[g], b), top);
-      sum += part * of_block<C>(&s.block_sum[g], b);
-      out += part * of_block<C>(&outputs<C>(s, 0)[at], b);
-    }
-    const bool empty = top == -__int_as_float(0x7F800000) && sum == 0;
-    store_value<C::kType>(a.out, row * C::kDim + at, empty ? 0.0f : out / sum);
-    if (at % C::kDim == 0) a.lse[row + g] = empty ? top : top + logf(sum);
-  }
+  __syncwarp();
+  cluster_arrive_relaxed();
 }
 
 // Grid: a cluster along x, heads of keys along y, sequences along z.
 template <class C>
 __device__ __forceinline__ void run(const Args& a) {
-  extern __shared__ __align__(16) u8 memory[];
+  extern __shared__ __align__(128) u8 memory[];
   Smem<C>& s = *reinterpret_cast<Smem<C>*>(memory);
-  const u32 rank = cluster_rank();
-  const u64 row = (u64(blockIdx.z) * a.kv_heads + blockIdx.y) * a.group;
-  for (u32 at = threadIdx.x; at < C::kGroup * C::kDim; at += C::kWarps * 32) {
-    const bool in = at < a.group * C::kDim;
-    s.q[at / C::kDim][at % C::kDim] = in ? load_value<C::kType>(a.q, row * C::kDim + at) : 0.0f;
-  }
-  __syncthreads();
+  const u32 list = blockIdx.z * a.kv_heads + blockIdx.y;
+  if (a.splits > 1) expect_parts<C>(s, a);
+  wait_for_previous();
   Seen<C> seen;
-#pragma unroll
-  for (int g = 0; g < C::kGroup; ++g) {
-    seen.top[g] = -__int_as_float(0x7F800000);
-    seen.sum[g] = 0;
-#pragma unroll
-    for (int i = 0; i < Seen<C>::kColumns; ++i) seen.out[g][i] = 0;
-  }
-  walk<C>(seen, s, a, rank);
-  merge_warps<C>(seen, s);
-  cluster_sync();
-  merge_blocks<C>(s, a, rank);
-  cluster_sync();  // nobody leaves while its memory is read
+  walk<C>(seen, s, a, list);
+  let_next_start();
+  show<C>(seen, s);
+  if (a.splits > 1) cluster_wait();
+  merge_warps<C>(s, a, list);
+  if (a.splits == 1) return;
+  // All that comes here has come by then, so that nobody has to wait for a block that leaves.
+  mbarrier_wait(shared_address(&s.arrived), 0);
+  if (a.splits == 2) merge_blocks<C, 2>(s, a, list);
+  if (a.splits == 4) merge_blocks<C, 4>(s, a, list);
+  if (a.splits == 8) merge_blocks<C, 8>(s, a, list);
+  if (a.splits == 16) merge_blocks<C, 16>(s, a, list);
 }
 
 }  // namespace attend_decode

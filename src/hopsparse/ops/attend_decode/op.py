@@ -37,7 +37,8 @@ def attend_decode(
     Each head of keys has its own list, for all of its query heads. A sequence without tokens, and a
     list without blocks, gives zeros and an LSE of -inf. A kernel on a Hopper GPU where keys are of
     16 bits, the head dimension is 64, 128 or 256, and there are up to 16 query heads for each of
-    keys; else torch. No gradient.
+    keys; else torch. The kernel rounds weights to the dtype of values before they meet them, and
+    sums in float32. No gradient.
 
     Args:
         q: [batch, heads, dim], float32, bfloat16 or float16; heads a multiple of those of keys.
@@ -126,9 +127,10 @@ def _run_on_gpu(
 ) -> tuple[Tensor, Tensor]:
     """The kernel where there is one for this GPU and these keys."""
     cache = cache_of(tensors, scales)
-    if not is_hopper(q.get_device()) or not _device().fits(q, cache):
+    lists = (indices, counts)
+    if not is_hopper(q.get_device()) or not _device().fits(q, cache, lists, block):
         return run_reference(q, tensors, indices, counts, block, scales)
-    found: tuple[Tensor, Tensor] = _device().run(q, cache, (indices, counts), block, scales[0])
+    found: tuple[Tensor, Tensor] = _device().run(q, cache, lists, block, scales[0])
     return found
 
 
