@@ -99,7 +99,7 @@ inline u32 __reduce_max_sync(u32, u32 value) {
 
 inline int __popc(u32 word) { return std::popcount(word); }
 inline int __ffs(u32 word) { return word ? std::countr_zero(word) + 1 : 0; }
-inline void atomicAdd(u32* place, u32 value) { std::atomic_ref<u32>(*place) += value; }
+inline u32 atomicAdd(u32* place, u32 value) { return std::atomic_ref<u32>(*place).fetch_add(value); }
 inline void atomicMax(u32* place, u32 value) {
   std::atomic_ref<u32> word(*place);
   u32 old = word;
