@@ -3,10 +3,11 @@
     PYTHONPATH=src python benchmarks/attention_decode.py --out attention_decode.jsonl
 
 bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case: attend_decode over
-random lists of the budget; score_blocks, select and attend_decode in one graph; attend_decode over
-all tokens; and scaled_dot_product_attention. Keys of two caches are used in turns, so that the L2
-cache holds no long one. Appends one JSON row a case and contender, with the bytes of keys and
-values that it reads.
+random lists of the budget; score_blocks, select and attend_decode in one graph; the same behind
+append_keys of the newest token, also with kernels that start before the one ahead has ended;
+attend_decode over all tokens; and scaled_dot_product_attention. Keys of two caches are used in
+turns, so that the L2 cache holds no long one. Appends one JSON row a case and contender, with the
+bytes of keys and values that it reads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from hopsparse.launch import EarlyStarts
 from hopsparse.measure import record
 from hopsparse.measure.clock import Contender, gpu, time_side_by_side
 from hopsparse.ops import KeyBlocks, append_keys, attend_decode, contiguous_pages, score_blocks
@@ -45,7 +47,7 @@ def main() -> None:
     for batch, context in CASES:
         for row in measured(batch, context, options.budget, options.rounds):
             told = "refused" if row["us"] is None else f"{row['us']:9.2f} us"
-            print(f"{batch:>3} x {context:<8} {row['contender']:<28} {told}")
+            print(f"{batch:>3} x {context:<8} {row['contender']:<38} {told}")
             record.append(options.out, facts | row)
 
 
@@ -56,9 +58,10 @@ def measured(batch: int, context: int, budget: int, rounds: int) -> list[record.
     few, every = budget * TOKEN_BYTES * batch, context * TOKEN_BYTES * batch
     steps = [step(q, keys, values, budget) for keys, values in caches]
     contenders = [
-        (Contender("attend_decode", [each[0] for each in steps]), few),
-        (Contender("score, select, attend", [each[1] for each in steps]), few),
-        (Contender("attend_decode, all tokens", [each[2] for each in steps]), every),
+        *(
+            (Contender(name, [each[name] for each in steps]), every if "all" in name else few)
+            for name in steps[0]
+        ),
         *(
             (Contender(f"dense, {name}", [dense(q, *each, name) for each in caches]), every)
             for name in BACKENDS
@@ -86,10 +89,8 @@ def tokens(batch: int, context: int) -> tuple[Tensor, Tensor]:
     return made[0], made[1]
 
 
-def step(
-    q: Tensor, keys: Tensor, values: Tensor, budget: int
-) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
-    """attend_decode over lists; with scores and selection; and over all tokens."""
+def step(q: Tensor, keys: Tensor, values: Tensor, budget: int) -> dict[str, Callable[[], object]]:
+    """attend_decode over lists; with scores and selection; with all of a step; over all tokens."""
     batch, context = keys.shape[0], keys.shape[2]
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     cache = contiguous_pages(keys, values, lengths, PAGE)
@@ -98,16 +99,27 @@ def step(
     append_keys(blocks, keys.transpose(1, 2), torch.zeros_like(lengths))
     scores = torch.rand(batch, KV_HEADS, context // PAGE, device="cuda")
     indices, counts = choose(scores, budget // PAGE)
+    newest, start, starts_early = keys[:, :, -1:].transpose(1, 2), lengths - 1, EarlyStarts()
 
-    def whole() -> object:
+    def chosen() -> object:
         found = choose(score_blocks(q, blocks, lengths), budget // PAGE, sink=1, recent=1)
         return attend_decode(q, cache, *found, block=PAGE)
 
-    return (
-        lambda: attend_decode(q, cache, indices, counts, block=PAGE),
-        whole,
-        lambda: attend_decode(q, cache, block=PAGE),
-    )
+    def whole() -> object:
+        append_keys(blocks, newest, start)
+        return chosen()
+
+    def early() -> object:
+        with starts_early.use():
+            return whole()
+
+    return {
+        "attend_decode": lambda: attend_decode(q, cache, indices, counts, block=PAGE),
+        "score, select, attend": chosen,
+        "append, score, select, attend": whole,
+        "append, score, select, attend, early": early,
+        "attend_decode, all tokens": lambda: attend_decode(q, cache, block=PAGE),
+    }
 
 
 def dense(q: Tensor, keys: Tensor, values: Tensor, name: str) -> Callable[[], object]:

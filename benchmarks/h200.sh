@@ -11,7 +11,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:?where rows go}
 shift
-steps=(tests clock launches chain eight scaled mlp quantize few four experts bsr csr selection attention hybrid models)
+steps=(tests clock launches chain eight scaled mlp quantize few four experts bsr csr selection attention prefill hybrid models)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1
@@ -58,7 +58,11 @@ step() {
     bsr) bench 420 spmm_bsr spmm_bsr ;;
     csr) bench 420 spmm_csr spmm_csr ;;
     selection) bench 180 selection selection ;;
-    attention) bench 180 attention_decode attention_decode ;;
+    attention)
+      bench 180 attention_scores attention_scores
+      bench 180 attention_decode attention_decode
+      ;;
+    prefill) bench 460 attention_prefill attention_prefill ;;
     hybrid) bench 180 hybrid_gradient hybrid_gradient ;;
     models)
       run 580 "$python" -m hopsparse bench model --config llama-3-8b --out "$out/models.jsonl"

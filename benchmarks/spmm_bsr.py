@@ -35,9 +35,11 @@ from hopsparse.measure.suite import Problem
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_bsr
 from hopsparse.ops.spmm_bsr.device import target_of
+from hopsparse.ops.spmm_bsr.fragments import Fragments, fragments_of, height_of
+from hopsparse.ops.spmm_bsr.fragments_kernel import FragmentConfig
 from hopsparse.ops.spmm_bsr.kernel import Config
+from hopsparse.ops.spmm_bsr.ready import takes_fragments
 from hopsparse.ops.spmm_bsr.schedule import Problem as Sizes
-from hopsparse.ops.spmm_bsr.schedule import predicted_us
 from hopsparse.ops.spmm_bsr.strips import Strips, panels_of, strips_of, width_of
 
 plan = import_module("hopsparse.ops.spmm_bsr.plan")
@@ -113,7 +115,7 @@ def measured(
         return
     dtype = Problem.DTYPES[options.dtype]
     copies = weight.copies(dtype)
-    strips = strips_of(BSR.from_dense(copies[0], (weight.block, weight.block)))
+    made = layouts(weight, copies[0])
     layer = Layer(ways(weight), copies)
     layer.products = [prepared(way, copies) for way in layer.ways]
     for count in tokens:
@@ -122,7 +124,7 @@ def measured(
             return
         problem = Problem("blocks", weight.out, weight.k, count, options.dtype)
         rows = as_rows(problem, layer.contest(count, rounds=options.rounds))
-        yield [row | told(weight, strips, problem, row["contender"]) for row in rows]
+        yield [row | told(weight, made, problem, row["contender"]) for row in rows]
     torch.cuda.empty_cache()
 
 
@@ -134,7 +136,7 @@ def ways(weight: Weight) -> list[Way]:
         Way("SparseLinear", partial(module, block), lambda by, x: by.plan(x).describe()),
         *(
             Way(each.name, partial(by_tile, block, each), lambda by, x: "kernel")
-            for each in tiles(block)
+            for each in (*tiles(block), *small_tiles(block))
         ),
         Way("triton", partial(portable, block), lambda by, x: "the portable kernel"),
         Way.of(CuBLAS),
@@ -149,13 +151,30 @@ def tiles(block: int) -> list[Config]:
     return found
 
 
+def small_tiles(block: int) -> list[FragmentConfig]:
+    """Those of the kernel of small blocks."""
+    height = height_of((block, block))
+    if height is None or not takes_fragments((block, block)):
+        return []
+    found: list[FragmentConfig] = plan.fragment_candidates(height)
+    return found
+
+
+def layouts(weight: Weight, dense: Tensor) -> tuple[Strips, Fragments | None]:
+    """Of both kernels; None where the second has no tile."""
+    w = BSR.from_dense(dense, (weight.block, weight.block))
+    return strips_of(w), fragments_of(w) if small_tiles(weight.block) else None
+
+
 def module(block: int, weight: Tensor, bias: Tensor | None) -> Product:
     """`SparseLinear`, as models use it."""
     return SparseLinear(BSR.from_dense(weight, (block, block)), bias)
 
 
-def by_tile(block: int, config: Config, weight: Tensor, bias: Tensor | None) -> Product:
-    """The operator by one tile."""
+def by_tile(
+    block: int, config: Config | FragmentConfig, weight: Tensor, bias: Tensor | None
+) -> Product:
+    """The operator by one tile of either kernel."""
     stored = BSR.from_dense(weight, (block, block))
     return lambda x: spmm_bsr(stored, x, bias=bias, config=config)
 
@@ -165,15 +184,20 @@ def portable(block: int, weight: Tensor, bias: Tensor | None) -> Product:
     return partial(by_triton.run, BSR.from_dense(weight, (block, block)), bias=bias)
 
 
-def told(weight: Weight, strips: Strips, problem: Problem, contender: str) -> Row:
-    """What a row has beside the measurement: the weight, and what was predicted."""
+def told(
+    weight: Weight, made: tuple[Strips, Fragments | None], problem: Problem, contender: str
+) -> Row:
+    """What a row has beside the measurement: the weight, and what was predicted.
+
+    What is multiplied and how much of it was stored is told of strips; fragments are all stored.
+    """
+    strips, fragments = made
     sizes = Sizes(problem.tokens, problem.out, problem.k)
     target = target_of(torch.cuda.current_device())
-    decision = plan.decide(strips.lengths, tiles(weight.block), sizes, problem.dtype, target)
-    ours = {each.name: each for each in tiles(weight.block)}
-    predicted = {"cublas": decision.dense_us}
-    if contender in ours:
-        predicted[contender] = predicted_us(ours[contender], strips.lengths, sizes, target.sm_count)
+    facts = (strips.lengths, tiles(weight.block), sizes)
+    timed = plan.all_predicted_us(*facts, target, fragments=fragments)
+    predicted = {config.name: us for config, us in timed.items()}
+    predicted["cublas"] = plan.dense_us(sizes, problem.dtype, target)
     return {
         "block": weight.block,
         "sparsity": weight.sparsity,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hopsparse.formats import BSR
+
 
 def blocked(
     out: int,
@@ -32,3 +34,14 @@ def exact_product(x: Tensor, dense: Tensor) -> Tensor:
     """Of small integers: exact in float32, rounded once."""
     assert x.numel() == 0 or x.float().abs().max() * dense.float().abs().max() * x.shape[-1] < 2**24
     return (x.double() @ dense.double().T).to(x.dtype)
+
+
+def pattern(out: int, k: int, block: int, sparsity: float, seed: int = 0) -> BSR:
+    """A weight whose blocks are random, and whose values nobody asks for."""
+    torch.manual_seed(seed)
+    kept = torch.rand(out // block, k // block) >= sparsity
+    row, column = kept.nonzero().unbind(1)
+    counts = torch.bincount(row, minlength=out // block)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+    values = torch.zeros(1, dtype=torch.bfloat16).expand(len(column), block, block)
+    return BSR((out, k), values, column.int(), indptr, (block, block))

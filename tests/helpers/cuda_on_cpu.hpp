@@ -99,7 +99,7 @@ inline u32 __reduce_max_sync(u32, u32 value) {
 
 inline int __popc(u32 word) { return std::popcount(word); }
 inline int __ffs(u32 word) { return word ? std::countr_zero(word) + 1 : 0; }
-inline void atomicAdd(u32* place, u32 value) { std::atomic_ref<u32>(*place) += value; }
+inline u32 atomicAdd(u32* place, u32 value) { return std::atomic_ref<u32>(*place).fetch_add(value); }
 inline void atomicMax(u32* place, u32 value) {
   std::atomic_ref<u32> word(*place);
   u32 old = word;
@@ -143,9 +143,13 @@ float load_value(const void* tensor, long long at) {
   if constexpr (T == Type::f32) return static_cast<const float*>(tensor)[at];
   return unpack<T>(static_cast<const u16*>(tensor)[at]);
 }
-// To the nearest bfloat16, halves to even.
+// Those of 16 bits to the nearest bfloat16, halves to even.
 template <Type T>
 void store_value(void* tensor, long long at, float value) {
+  if constexpr (T == Type::f32) {
+    static_cast<float*>(tensor)[at] = value;
+    return;
+  }
   const u32 word = __float_as_uint(value);
   const u32 rounded = value == value ? word + 0x7FFF + (word >> 16 & 1) : 0x7FC00000;
   static_cast<u16*>(tensor)[at] = static_cast<u16>(rounded >> 16);

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hopsparse.errors import ArgumentError, UnsupportedError
 from hopsparse.ops import attend_decode, attend_prefill, score_tiles, select
+from hopsparse.ops._paged import parts_of
+from hopsparse.ops.attend_prefill.dispatch import traced
 from tests.helpers.attention import GROUPS, Shape, assert_attention, listed, paged, tokens_of
 
 
@@ -160,3 +162,18 @@ def test_estimates_that_mean_nothing_are_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=told):
             score_tiles(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    apart = torch.randn(4, 20, 16).transpose(0, 1)
+
+    def attend(q: Tensor) -> tuple[Tensor, Tensor]:
+        return attend_prefill(q, STARTS, CACHE, INDICES, block=16)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for q in (Q, apart):
+        for mine, other in zip(compiled(q), attend(q), strict=True):
+            assert torch.equal(mine, other)
+        tensors, scales = parts_of(CACHE, 0.25)
+        arguments = (q, STARTS, tensors, INDICES, None, 16, scales)
+        torch.library.opcheck(traced, arguments)

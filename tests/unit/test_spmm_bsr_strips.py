@@ -231,7 +231,7 @@ def decision(kept: float, block: int, tokens: int) -> plan.Decision:  # type: ig
 def test_dense_runs_where_it_is_not_clearly_slower(kept: float, block: int, runs: bool) -> None:
     found = decision(kept, block, 4096)
     assert found.uses_kernel(kept=True) is runs
-    assert (1.2 * found.kernel_us <= found.dense_us) is runs
+    assert (1.1 * found.kernel_us <= found.dense_us) is runs
     assert found.uses_kernel(kept=False) or not runs
 
 

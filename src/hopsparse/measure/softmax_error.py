@@ -70,3 +70,54 @@ def score_size(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     """
     size = q.double().abs() @ keys.double().abs().transpose(-1, -2) * abs(scale)
     return gamma(q.shape[-1] + 3, torch.float32) * size + torch.finfo(torch.float32).tiny
+
+
+def tensor_core_attention_bounds(
+    reach: Tensor, weights: Tensor, values: Tensor, lse: Tensor, dim: int, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Largest errors of attention by wgmma, tile after tile, with weights of 16 bits.
+
+    An instruction sums 16 products and what was there: 17 terms, each cut to 24 bits of the
+    largest. That is at most 34 unit roundoffs of the sum of their magnitudes, or 2.125 a product.
+
+    - A score is off by 2.125 dim unit roundoffs of `reach`, counted as 3 dim. Its power of two has
+      an argument that rounds the scale, the shift and their sum, and 2 dim more roundoffs than one
+      tile's are in what the shifts of earlier tiles add up to: 8 of `reach` together.
+    - A power is off by 4, and so is what earlier sums are multiplied by where a larger score came.
+      Sums of weights add n, products with values 2.125 n: counted as 4 n + 64.
+    - Weights are rounded to `out_dtype` for the values, not in their own sum. Below its normal
+      range, or that of float32 for powers, that is absolute; the largest weight so far was 1, and
+      sums are divided by at least that.
+
+    Args:
+        reach: float64 [..., n]: |scale| times the sum of |q| |k|; 0 for keys that are not seen.
+        weights: float64 [..., n], exact.
+        values: float64 [..., n, dim].
+        lse: float64 [...], exact.
+        dim: Terms of a score.
+        out_dtype: Of weights and of the result.
+
+    Returns:
+        float64 [..., dim] and [...].
+
+    Example:
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> out, lse = tensor_core_attention_bounds(
+        ...     0 * one, one, one[:, None], 0 * one[0], 64, torch.bfloat16
+        ... )
+        >>> bool(out < 0.02), bool(lse < 1e-4)
+        (True, True)
+    """
+    unit, stored = unit_roundoff(torch.float32), unit_roundoff(out_dtype)
+    most = reach.amax(-1)
+    off = (gamma(3 * dim, torch.float32) + 8 * unit) * most + _FUNCTION * unit
+    terms = 4 * weights.shape[-1] + 64
+    moved = torch.expm1(2 * off) + gamma(terms, torch.float32)
+    mass = weights @ values.abs()
+    exact = (weights @ values).abs()
+    least = torch.finfo(out_dtype).smallest_normal * stored + torch.finfo(torch.float32).tiny
+    lost = least * weights.amax(-1, keepdim=True) * values.abs().sum(-2)
+    error = (moved + stored * (1 + moved))[..., None] * mass + 2 * lost
+    rounded = stored * (exact + error) + torch.finfo(out_dtype).smallest_normal * stored
+    finite = lse.where(lse.isfinite(), 0.0).abs()
+    return error + rounded, off + gamma(terms, torch.float32) + 4 * unit * (finite + most + 1)

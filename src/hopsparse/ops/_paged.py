@@ -298,3 +298,20 @@ def check_listed(op: str, indices: Tensor, counts: Tensor | None, blocks: int) -
             need="each block once: a second time would count its tokens twice",
             hint="hopsparse.ops.select, whose indices differ",
         )
+
+
+#: How a cache travels through an operator of torch: [keys, values, table, lengths], and the scale
+#: of q.k, that of keys and that of values.
+Parts = tuple[list[Tensor], list[float]]
+
+
+def parts_of(cache: PagedKV, scale: float) -> Parts:
+    """A cache as an operator takes it."""
+    tensors = [cache.keys, cache.values, cache.table, cache.lengths]
+    return tensors, [scale, cache.key_scale, cache.value_scale]
+
+
+def cache_of(tensors: list[Tensor], scales: list[float]) -> PagedKV:
+    """The way back."""
+    keys, values, table, lengths = tensors
+    return PagedKV(keys, values, table, lengths, scales[1], scales[2])

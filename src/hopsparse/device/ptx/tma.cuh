@@ -30,6 +30,15 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, u32 bar,
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1,
+                                         int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "l"(&map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // The same to every block whose bit is set, at the same place and on the same barrier of each.
 __device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, u16 mask,
                                                    int c0, int c1) {

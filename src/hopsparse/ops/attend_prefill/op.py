@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache as once
 from itertools import pairwise
+from types import ModuleType
 
 from torch import Tensor
 
@@ -11,15 +13,17 @@ from .._attention import checked_scale, refuse_gradients
 from .._paged import (
     QUERY_DTYPES,
     PagedKV,
+    cache_of,
     check_block,
     check_cache,
     check_heads,
     check_listed,
     check_whole_numbers,
     looks_at_values,
+    parts_of,
 )
-from .._product import is_dense, told
-from . import reference
+from .._product import is_dense, is_hopper, told
+from .dispatch import register_on_gpu, run_reference, traced
 
 _OP = "attend_prefill"
 
@@ -38,8 +42,9 @@ def attend_prefill(
 
     The queries of a sequence are its last tokens, whose keys are in the cache already: a whole
     prompt, or a chunk of it. Every `block` queries from the first of the chunk on have a list of
-    blocks of keys. A query without a key gives zeros and an LSE of -inf. There is no kernel yet:
-    torch on any device, which waits for the GPU; no gradient.
+    blocks of keys. A query without a key gives zeros and an LSE of -inf. A kernel on a Hopper GPU
+    where keys are of 16 bits, the head dimension is 64 or 128, pages have 16, 32, 64 or 128 tokens
+    and blocks a multiple of 64; else torch, which waits for the GPU. No gradient.
 
     Args:
         q: [tokens, heads, dim], all sequences behind each other; float32, bfloat16 or float16.
@@ -57,7 +62,8 @@ def attend_prefill(
 
     Raises:
         ArgumentError: Arguments do not fit each other. On the CPU values are looked at too.
-        UnsupportedError: A gradient would be needed.
+        UnsupportedError: A gradient would be needed; a CUDA graph is being captured, and the
+            kernels are not loaded yet.
 
     Example:
         >>> import torch
@@ -67,6 +73,19 @@ def attend_prefill(
         >>> out.flatten().tolist()
         [0.0, 0.5, 1.0]
     """
+    cache = _check_query(q, cache)
+    block = check_block(_OP, block, cache.page)
+    check_whole_numbers(_OP, "starts", starts, q, (cache.table.shape[0] + 1,))
+    longest = _check_starts(q, starts, cache)
+    _check_lists(q, cache, indices, counts, -(-longest // block))
+    if indices is not None and looks_at_values(q):
+        check_listed(_OP, indices, counts, -(-cache.capacity // block))
+    refuse_gradients(_OP, q, cache)
+    tensors, scales = parts_of(cache, checked_scale(_OP, scale, q.shape[2]))
+    return traced(q.detach(), starts, tensors, indices, counts, block, scales)
+
+
+def _check_query(q: Tensor, cache: PagedKV) -> PagedKV:
     if not is_dense(q) or q.dim() != 3 or q.dtype not in QUERY_DTYPES:
         raise ArgumentError(
             f"{_OP}: q {told(q)}",
@@ -75,15 +94,7 @@ def attend_prefill(
         )
     cache = check_cache(_OP, cache, q)
     check_heads(_OP, q, cache)
-    block = check_block(_OP, block, cache.page)
-    check_whole_numbers(_OP, "starts", starts, q, (cache.table.shape[0] + 1,))
-    longest = _check_starts(q, starts, cache)
-    _check_lists(q, cache, indices, counts, -(-longest // block))
-    if indices is not None and looks_at_values(q):
-        check_listed(_OP, indices, counts, -(-cache.capacity // block))
-    refuse_gradients(_OP, q, cache)
-    factor = checked_scale(_OP, scale, q.shape[2])
-    return reference.attend_prefill(q, starts, cache, indices, counts, block, factor)
+    return cache
 
 
 def _check_starts(q: Tensor, starts: Tensor, cache: PagedKV) -> int:
@@ -128,3 +139,33 @@ def _check_lists(
     check_whole_numbers(_OP, "indices", indices, q, indices.shape)
     if counts is not None:
         check_whole_numbers(_OP, "counts", counts, q, indices.shape[:3])
+
+
+def _run_on_gpu(
+    q: Tensor,
+    starts: Tensor,
+    tensors: list[Tensor],
+    indices: Tensor | None,
+    counts: Tensor | None,
+    block: int,
+    scales: list[float],
+) -> tuple[Tensor, Tensor]:
+    """The kernel where there is one for this GPU, these keys and these blocks."""
+    lists = (indices, counts)
+    hopper = is_hopper(q.get_device())
+    if not hopper or not _device().fits(q, cache_of(tensors, scales), lists, block, scales[0]):
+        return run_reference(q, starts, tensors, indices, counts, block, scales)
+    cache = cache_of(tensors, scales)
+    found: tuple[Tensor, Tensor] = _device().run(q, starts, cache, lists, block, scales[0])
+    return found
+
+
+register_on_gpu(_run_on_gpu)
+
+
+@once
+def _device() -> ModuleType:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from . import device
+
+    return device

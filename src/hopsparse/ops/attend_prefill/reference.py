@@ -32,7 +32,7 @@ def attend_prefill(
         block: Tokens of a block.
         scale: Of q.k.
     """
-    out = torch.zeros_like(q)
+    out = q.new_zeros(q.shape)  # contiguous, whatever q is
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     ends = starts.tolist()
     lengths = cache.lengths.tolist()

@@ -2,13 +2,14 @@
 
 from .certificate import missed_mass, select_certified
 from .key_blocks import KeyBlocks, append_keys
-from .op import Masses, block_masses, score_blocks
+from .op import Masses, block_masses, explain_scores, score_blocks
 
 __all__ = [
     "KeyBlocks",
     "Masses",
     "append_keys",
     "block_masses",
+    "explain_scores",
     "missed_mass",
     "score_blocks",
     "select_certified",

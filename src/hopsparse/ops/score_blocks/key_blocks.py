@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from .._call import is_plain
 from .._paged import QUERY_DTYPES, check_whole_numbers, looks_at_values
-from .._product import is_dense, told
+from .._product import is_dense, is_hopper, told
+from .dispatch import append_reference, register_on_gpu, traced_append
+from .layout import refused_keys
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,10 @@ def append_keys(
 ) -> None:
     """Take in keys that were appended to sequences, in place; a block that begins is begun anew.
 
+    One launch on a Hopper GPU, for heads of 64, 128 or 256 whose rows start on 16 bytes; else
+    torch. Keys of a block are added in their order by the kernel and on the CPU, so that both keep
+    the same bits. On a GPU tokens that there is no room for are none.
+
     Args:
         blocks: What is kept.
         keys: [batch, new, kv_heads, dim] in the dtype of `blocks.low`, as they are stored.
@@ -85,6 +94,7 @@ def append_keys(
 
     Raises:
         ArgumentError: Shapes, dtypes or devices do not fit, or there is no room.
+        UnsupportedError: A CUDA graph is being captured, and the kernel is not loaded yet.
 
     Example:
         >>> blocks = KeyBlocks.empty((1, 1, 2, 1), block=2)
@@ -93,33 +103,45 @@ def append_keys(
         >>> blocks.low.flatten().tolist(), blocks.high.flatten().tolist()
         ([-1.0, 5.0], [3.0, 5.0])
     """
-    batch, heads, count, dim = _check_append(blocks, keys, starts, counts)
-    new = keys.shape[1]
-    step = torch.arange(new, device=keys.device)
-    ends = starts.long() + (new if counts is None else counts.long())
-    position = starts.long()[:, None] + step
-    place = position // blocks.block
-    # One more block of each sequence takes what is not there, and is cut off.
-    place = place.where((position < ends[:, None]) & (place < count), count)
-    first = torch.arange(count, device=keys.device) * blocks.block
-    begun = (first >= starts.long()[:, None]) & (first < ends[:, None])
-    into = place.view(batch, 1, new, 1).expand(batch, heads, new, dim)
-    source = keys.transpose(1, 2)
-    for kept, how, start in (
-        (blocks.low, "amin", torch.inf),
-        (blocks.high, "amax", -torch.inf),
-        (blocks.total, "sum", 0.0),
-    ):
-        room = kept.masked_fill(begun.view(batch, 1, count, 1), start)
-        room = torch.cat((room, room.new_full((batch, heads, 1, dim), start)), dim=2)
-        room.scatter_reduce_(2, into, source.to(kept.dtype), how)
-        kept.copy_(room[:, :, :count])
+    _check_append(blocks, keys, starts, counts)
+    kept = (blocks.low, blocks.high, blocks.total)
+    run = _append_on_gpu if keys.is_cuda and is_plain(keys) else traced_append
+    run(*kept, keys.detach(), starts, counts, blocks.block)
 
 
-def _check_append(
-    blocks: KeyBlocks, keys: Tensor, starts: Tensor, counts: Tensor | None
-) -> tuple[int, int, int, int]:
-    batch, heads, count, dim = blocks.low.shape
+def _append_on_gpu(
+    low: Tensor,
+    high: Tensor,
+    total: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    counts: Tensor | None,
+    block: int,
+) -> None:
+    """The kernel where there is one for this GPU and these keys."""
+    kept = (low, high, total)
+    if not is_hopper(keys.get_device()) or refused_keys(kept, keys, block):
+        append_reference(*kept, keys, starts, counts, block)
+        return
+    _device().append(kept, keys, starts, counts, block)
+    for each in kept:
+        if not each.is_inference():  # which counts no changes
+            torch.autograd.graph.increment_version(each)
+
+
+register_on_gpu("append_keys", _append_on_gpu)
+
+
+@cache
+def _device() -> ModuleType:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from . import device
+
+    return device
+
+
+def _check_append(blocks: KeyBlocks, keys: Tensor, starts: Tensor, counts: Tensor | None) -> None:
+    batch, heads, _, dim = blocks.low.shape
     fits = is_dense(keys) and keys.dim() == 4 and keys.dtype == blocks.low.dtype
     if not fits or keys.device != blocks.low.device:
         raise ArgumentError(
@@ -145,4 +167,3 @@ def _check_append(
                 need=f"0 to {blocks.tokens}, which there is room for",
                 hint="KeyBlocks.empty with more blocks",
             )
-    return batch, heads, count, dim

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from .._call import is_plain
 from .._paged import QUERY_DTYPES, check_whole_numbers, looks_at_values
-from .._product import is_dense, told
+from .._product import Plan, is_dense, is_hopper, told
 from . import reference
+from .dispatch import register_on_gpu, run_reference, traced
 from .key_blocks import KeyBlocks
-
-_KINDS = ("bound", "mean", "mass")
+from .layout import refused_scores
+from .plan import KINDS
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ def score_blocks(
 ) -> Tensor:
     """Score the blocks of keys of each sequence for one query a head.
 
-    There is no kernel yet: torch on any device.
+    A kernel on a Hopper GPU, in one launch, for heads of 64, 128 or 256 and up to 16 query heads
+    for each of keys, where rows of what is kept start on 16 bytes; else torch. `explain_scores`
+    says which. Sums of the kernel are of float32: its bounds hold like those of torch, and no score
+    differs by more than `hopsparse.measure.block_error` says. Runs do not differ.
 
     Args:
         q: [batch, heads, dim], float32, bfloat16 or float16; heads a multiple of those of keys.
@@ -62,6 +69,7 @@ def score_blocks(
 
     Raises:
         ArgumentError: Arguments do not fit each other.
+        UnsupportedError: A CUDA graph is being captured, and the kernel is not loaded yet.
 
     Example:
         >>> blocks = KeyBlocks.empty((1, 1, 2, 1), block=1)
@@ -72,19 +80,74 @@ def score_blocks(
         >>> score[0, 0, 1].item()
         -inf
     """
-    if kind not in _KINDS:
-        raise ArgumentError(
-            f"score_blocks: kind={kind!r}", need="one of " + ", ".join(_KINDS), hint="bound"
-        )
-    found = _ranges("score_blocks", q, blocks, lengths, scale)
-    scores = reference.score(found, kind)
-    return scores if per_head else reference.shared(scores, blocks.low.shape[1])
+    _check_kind(kind)
+    factor = _checked("score_blocks", q, blocks, lengths, scale)
+    kept = [blocks.low, blocks.high, blocks.total]
+    run = _run_on_gpu if q.is_cuda and is_plain(q) else traced
+    return run(q.detach(), kept, lengths, blocks.block, kind, factor, per_head)
+
+
+def explain_scores(q: Tensor, blocks: KeyBlocks, kind: str = "bound") -> Plan:
+    """What `score_blocks` runs for these arguments, and why.
+
+    Args:
+        q: As there; only its shape, dtype and device are looked at.
+        blocks: As there.
+        kind: As there.
+
+    Raises:
+        ArgumentError: There is no such kind.
+
+    Example:
+        >>> blocks = KeyBlocks.empty((1, 2, 4, 128), block=64)
+        >>> explain_scores(torch.ones(1, 8, 128), blocks).name
+        'reference'
+    """
+    _check_kind(kind)
+    if not q.is_cuda or not is_hopper(q.get_device()):
+        return Plan("score_blocks", "reference", f"{q.device} is no Hopper GPU")
+    why = refused_scores(q, (blocks.low, blocks.high, blocks.total), blocks.block, kind)
+    if why:
+        return Plan("score_blocks", "reference", why)
+    return Plan("score_blocks", "kernel", "one launch reads what is kept of each block once")
+
+
+def _run_on_gpu(
+    q: Tensor,
+    kept: list[Tensor],
+    lengths: Tensor,
+    block: int,
+    kind: str,
+    scale: float,
+    per_head: bool,
+) -> Tensor:
+    """The kernel where there is one for this GPU and these blocks."""
+    low, high, total = kept
+    if not is_hopper(q.get_device()) or refused_scores(q, (low, high, total), block, kind):
+        return run_reference(q, kept, lengths, block, kind, scale, per_head)
+    device = _device()
+    wanted = device.Wanted(kind, scale, per_head)
+    found: Tensor = device.run(q, (low, high, total), lengths, block, wanted)
+    return found
+
+
+register_on_gpu("score_blocks", _run_on_gpu)
+
+
+@cache
+def _device() -> ModuleType:
+    """The launch, imported late: a process on the CPU needs neither a compiler nor a driver."""
+    from . import device
+
+    return device
 
 
 def block_masses(
     q: Tensor, blocks: KeyBlocks, lengths: Tensor, *, scale: float | None = None
 ) -> Masses:
     """Bound the mass of attention in each block, for `missed_mass` and `select_certified`.
+
+    Torch on any device: in float64, for which there is no kernel.
 
     Args:
         q: [batch, heads, dim].
@@ -101,16 +164,24 @@ def block_masses(
         >>> masses.upper.exp().round(decimals=3).flatten().tolist()
         [4.0, 4.0]
     """
-    found = _ranges("block_masses", q, blocks, lengths, scale)
+    factor = _checked("block_masses", q, blocks, lengths, scale)
+    kept = (blocks.low, blocks.high, blocks.total)
+    found = reference.ranges(q.detach(), kept, blocks.block, lengths, factor)
     upper, lower = reference.log_masses(found)
     slack = found.slack.where(found.counts > 0, 0.0)
     slack = slack.amax(-1) if slack.shape[-1] else slack.new_zeros(slack.shape[:-1])
     return Masses(upper, lower, slack.double(), blocks.block)
 
 
-def _ranges(
-    op: str, q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float | None
-) -> reference.Ranges:
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ArgumentError(
+            f"score_blocks: kind={kind!r}", need="one of " + ", ".join(KINDS), hint="bound"
+        )
+
+
+def _checked(op: str, q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float | None) -> float:
+    """The scale, of arguments that fit each other."""
     if not isinstance(blocks, KeyBlocks):
         raise ArgumentError(
             f"{op}: blocks {told(blocks)}", need="KeyBlocks", hint="KeyBlocks.empty(...)"
@@ -138,7 +209,7 @@ def _ranges(
                 need=f"0 to {count * blocks.block}, which the blocks have room for",
                 hint="the lengths after append_keys",
             )
-    return reference.ranges(q.detach(), blocks, lengths, _checked_scale(op, scale, dim))
+    return _checked_scale(op, scale, dim)
 
 
 def _checked_scale(op: str, scale: float | None, dim: int) -> float:

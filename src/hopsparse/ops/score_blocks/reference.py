@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .key_blocks import KeyBlocks
-
 _UNIT = 2.0**-24  # of float32
 _UNIT_OF_DOUBLE = 2.0**-50  # of float64, and room for a few operations
 
@@ -40,23 +38,41 @@ class Ranges:
     counts: Tensor
 
 
-def ranges(q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float) -> Ranges:
+#: low, high and total of `KeyBlocks`.
+Kept = tuple[Tensor, Tensor, Tensor]
+
+
+def slack_factor(dim: int, block: int) -> float:
+    """How far scores in float32 may be off, of the sum of their magnitudes.
+
+    The product with the scale, 2 dim products and their sum; the sum of a block in any order.
+
+    Example:
+        >>> 1e-5 < slack_factor(128, 64) < 2e-5
+        True
+    """
+    terms = (2 * dim + block + 8) * _UNIT
+    return terms / (1 - terms) * (1 + terms)
+
+
+def ranges(q: Tensor, kept: Kept, block: int, lengths: Tensor, scale: float) -> Ranges:
     """Ranges of scores of arguments that were checked.
 
     Args:
         q: [batch, heads, dim].
-        blocks: Of the same batch.
+        kept: What is kept of keys, of the same batch.
+        block: Tokens of a block.
         lengths: int32 [batch].
         scale: Of scores, positive.
     """
     batch, heads, dim = q.shape
-    kv_heads, count = blocks.low.shape[1:3]
+    kv_heads, count = kept[0].shape[1:3]
     queries = (q.float() * scale).view(batch, kv_heads, heads // kv_heads, dim)
     up, down = queries.clamp(min=0), queries.clamp(max=0)
-    low, high = blocks.low.float(), blocks.high.float()
-    first = torch.arange(count, device=q.device) * blocks.block
-    counts = (lengths.long()[:, None] - first).clamp(0, blocks.block)
-    means = blocks.total / counts.clamp(min=1)[:, None, :, None]
+    low, high = kept[0].float(), kept[1].float()
+    first = torch.arange(count, device=q.device) * block
+    counts = (lengths.long()[:, None] - first).clamp(0, block)
+    means = kept[2] / counts.clamp(min=1)[:, None, :, None]
 
     def scores(of: Tensor, keys: Tensor) -> Tensor:
         # In float64, which is no more precise than is claimed: float32 products of a GPU may run in
@@ -64,10 +80,8 @@ def ranges(q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float) -> Range
         product = of.double() @ keys.double().transpose(-1, -2)
         return product.float().reshape(batch, heads, count)
 
-    # The product with the scale, 2 dim products and their sum; the sum of a block in any order.
-    terms = (2 * dim + blocks.block + 8) * _UNIT
     size = scores(queries.abs(), torch.maximum(low.abs(), high.abs()))
-    slack = terms / (1 - terms) * (1 + terms) * size + 2.0**-126
+    slack = slack_factor(dim, block) * size + 2.0**-126
     least = scores(up, low) + scores(down, high) - slack
     most = scores(up, high) + scores(down, low) + slack
     return Ranges(least, most, scores(queries, means), slack, counts[:, None, :])
@@ -112,6 +126,38 @@ def shared(scores: Tensor, kv_heads: int) -> Tensor:
     # What is infinite or NaN stays so, and takes nothing else with it.
     relative = scores - whole.where(whole.isfinite(), 0.0)
     return relative.view(batch, kv_heads, heads // kv_heads, blocks).amax(2)
+
+
+def append(kept: Kept, keys: Tensor, starts: Tensor, counts: Tensor | None, block: int) -> None:
+    """Take in keys, in place, of arguments that were checked.
+
+    Args:
+        kept: What is kept of keys.
+        keys: [batch, new, kv_heads, dim].
+        starts: int32 [batch].
+        counts: int32 [batch] or None: all.
+        block: Tokens of a block.
+    """
+    batch, new, heads, dim = keys.shape
+    count = kept[0].shape[2]
+    step = torch.arange(new, device=keys.device)
+    ends = starts.long() + (new if counts is None else counts.long())
+    position = starts.long()[:, None] + step
+    place = position // block
+    # One more block of each sequence takes what is not there, and is cut off.
+    there = (position >= 0) & (position < ends[:, None]) & (place < count)
+    place = place.where(there, count)
+    first = torch.arange(count, device=keys.device) * block
+    begun = (first >= starts.long()[:, None]) & (first < ends[:, None])
+    into = place.view(batch, 1, new, 1).expand(batch, heads, new, dim)
+    source = keys.transpose(1, 2)
+    for each, how, start in zip(
+        kept, ("amin", "amax", "sum"), (torch.inf, -torch.inf, 0.0), strict=True
+    ):
+        room = each.masked_fill(begun.view(batch, 1, count, 1), start)
+        room = torch.cat((room, room.new_full((batch, heads, 1, dim), start)), dim=2)
+        room.scatter_reduce_(2, into, source.to(each.dtype), how)
+        each.copy_(room[:, :, :count])
 
 
 def default_scale(dim: int) -> float:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...formats.bsr import BSR
+from .fragments_kernel import FragmentConfig
 from .kernel import Config
 from .op import decided, why_no_kernel
 from .plan import spec_of
-from .ready import class_of, ready
+from .ready import class_of, ready, ready_fragments
 
 
 def classes(max_tokens: int) -> Iterator[int]:
@@ -48,12 +49,16 @@ def prepare(w: BSR, max_tokens: int, *, act: str | None = None) -> bool:
     found = {tokens: decided(w, _rows(w, tokens)) for tokens in classes(max_tokens)}
     chosen = [each for each in found.values() if each.uses_kernel(kept=True)]
     if chosen:
-        _load(w, list(dict.fromkeys(each.config for each in chosen)), act or "none")
-        ready(w)
+        configs = list(dict.fromkeys(each.config for each in chosen))
+        _load(w, configs, act or "none")
+        if any(isinstance(config, Config) for config in configs):
+            ready(w)
+        if any(isinstance(config, FragmentConfig) for config in configs):
+            ready_fragments(w)
     return len(chosen) == len(found)
 
 
-def _load(w: BSR, configs: list[Config], activation: str) -> None:
+def _load(w: BSR, configs: list[Config | FragmentConfig], activation: str) -> None:
     from ...compiler import KernelCache
     from ...launch import kernel_for
 

@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ...compiler import KernelCache
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError
 from ...formats.bsr import BSR
-from ...launch import (
-    Bound,
-    Element,
-    Kernel,
-    KnownLaunches,
-    current_stream,
-    encode,
-    kernel_for,
-    max_active_blocks,
-)
+from ...launch import Bound, Kernel, current_stream, encode, kernel_for, max_active_blocks
 from ...plan import Target, parse_target
 from ...tune import machine_of
+from .fragments_device import fragment_launch_for, run_fragments
+from .fragments_kernel import FragmentConfig
 from .kernel import SCALARS, Config
+from .launching import (
+    BOUND,
+    ELEMENTS,
+    NAMES,
+    Epilogue,
+    address,
+    as_float32,
+    check_sizes,
+    on_16_bytes,
+    readable,
+    rows_for_tma,
+)
 from .plan import Problem, spec_of
-from .ready import keep_for_graph, layout_of, ready
+from .ready import keep_for_graph, layout_of, ready, takes_fragments
 from .schedule import raster_group, rows_of_x, token_tiles
 from .strips import Strips
 
-_LONGEST = 2**31 - 2**13  # the kernel counts in 32 bits, up to the end of the last tile or round
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_ELEMENTS = {"bfloat16": Element.BF16, "float16": Element.F16}
-_BOUND = KnownLaunches()
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What happens to a sum before it is stored; what a kernel is compiled for.
-
-    Attributes:
-        out_dtype: Dtype of y.
-        activation: One of `kernel.ACTIVATIONS`.
-        has_residual: Whether something is added at the end.
-    """
-
-    out_dtype: torch.dtype
-    activation: str = "none"
-    has_residual: bool = False
+__all__ = [
+    "Epilogue",
+    "Launch",
+    "forget_launches",
+    "launch_for",
+    "rows_for_tma",
+    "run",
+    "target_of",
+]
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Launch:
         """
         strips, values = w
         weight = (values.data_ptr(), strips.columns.data_ptr(), strips.table.data_ptr())
-        pointers = (*weight, y.data_ptr(), _address(bias), _address(residual))
+        pointers = (*weight, y.data_ptr(), address(bias), address(residual))
         stream = current_stream(self.kernel.device)
         self.bind(stream, x.data_ptr(), x.stride(0), pointers, alpha)()
 
@@ -118,21 +111,16 @@ class Launch:
         Raises:
             ArgumentError: alpha is no number.
         """
-        # A tensor would pass as a number, and be found again by its identity, not by its value.
-        if not isinstance(alpha, Real):
-            raise ArgumentError(
-                f"spmm_bsr: alpha={alpha!r}", need="a number", hint="alpha.item(), once"
-            )
         p, c = self.problem, self.config
         scalars = SCALARS.pack(
             *pointers,
-            ctypes.c_float(alpha).value,  # Beyond float32 it is infinite, as on the CPU.
+            as_float32(alpha),
             *(p.tokens, p.out, self.strips, token_tiles(c, p.tokens)),
             *(raster_group(c, p.tokens), rows_of_x(c, p.tokens)),
         )
         x_map = encode(
             x,
-            _ELEMENTS[self.dtype],
+            ELEMENTS[self.dtype],
             (p.k, p.tokens),
             (row * 2,),
             (c.width, rows_of_x(c, p.tokens)),
@@ -177,52 +165,24 @@ def launch_for(
         CompileError: The kernel does not compile.
     """
     count = strips * token_tiles(config, problem.tokens)
-    longest = max(problem.tokens, problem.out, problem.k, count)
-    if longest > _LONGEST:
-        raise UnsupportedError(
-            f"spmm_bsr: {longest} tokens, out-features, columns or tiles",
-            need=f"at most {_LONGEST} of each",
-            hint="x, or w, in pieces",
-        )
+    check_sizes(problem, count)
     spec = spec_of(
         config,
         problem.out,
-        _NAMES[dtype],
-        out_dtype=_NAMES[epilogue.out_dtype],
+        NAMES[dtype],
+        out_dtype=NAMES[epilogue.out_dtype],
         activation=epilogue.activation,
         residual=epilogue.has_residual,
     )
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
-    return Launch(kernel, config, problem, strips, _NAMES[dtype])
+    return Launch(kernel, config, problem, strips, NAMES[dtype])
 
 
 def forget_launches() -> None:
     """Plan every launch anew; kernels stay loaded."""
     launch_for.cache_clear()
-    _BOUND.clear()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def rows_for_tma(x: Tensor) -> Tensor:
-    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
-
-    Example:
-        >>> x = torch.ones(3, 20, dtype=torch.bfloat16)
-        >>> rows_for_tma(x).stride(0), rows_for_tma(x[:, :16].contiguous()).stride(0)
-        (24, 16)
-    """
-    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
-    tokens, k = rows.shape
-    pitch = -(-k // atom) * atom
-    aligned = (rows.stride(1) == 1 or k == 1) and rows.data_ptr() % 16 == 0
-    if aligned and tokens == 1:
-        return rows.as_strided((1, k), (pitch, 1))  # The stride of a single row may be anything.
-    if aligned and rows.stride(0) % atom == 0 and rows.stride(0) >= k:
-        return rows
-    return x.new_empty((tokens, pitch))[:, :k].copy_(rows)
+    fragment_launch_for.cache_clear()
+    BOUND.clear()
 
 
 def run(
@@ -233,7 +193,7 @@ def run(
     activation: str,
     alpha: float,
     out_dtype: torch.dtype,
-    config: Config | None = None,
+    config: Config | FragmentConfig | None = None,
 ) -> Tensor:
     """The product y = act(alpha * x @ w^T + bias) + residual, of arguments that were checked.
 
@@ -253,59 +213,51 @@ def run(
     Raises:
         ArgumentError: `config` is a tile of other blocks.
     """
-    out, k = w.shape
+    (out, k), device = w.shape, x.get_device()
     y = x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
     tokens = x.numel() // k
     if tokens == 0:
         return y
-    (strips, values), device = ready(w), x.get_device()
+    if config is None and takes_fragments(w.block):
+        config = _choice(w, Problem(tokens, out, k), device)
+    if isinstance(config, FragmentConfig):
+        epilogue = Epilogue(out_dtype, activation, residual is not None)
+        return run_fragments(w, x, y, bias, residual, epilogue, alpha, config)
+    strips, values = ready(w)
     keep_for_graph(w)
-    x, row = _readable(x, k)
+    x, row = readable(x, k)
     bias = None if bias is None else bias.contiguous()
-    residual = None if residual is None else _on_16_bytes(residual)
+    residual = None if residual is None else on_16_bytes(residual)
     stream = current_stream(device)
-    pointers = (
-        *(values.data_ptr(), strips.columns.data_ptr(), strips.table.data_ptr()),
-        *(y.data_ptr(), _address(bias), _address(residual)),
-    )
+    weight = (values.data_ptr(), strips.columns.data_ptr(), strips.table.data_ptr())
+    pointers = (*weight, y.data_ptr(), address(bias), address(residual))
     # All that a launch depends on, and nothing else: equal keys are the same launch.
     key = (
         *(pointers, x.data_ptr(), tokens, out, k, row, x.dtype, out_dtype, activation, alpha),
         *(config, device, stream, strips.panels, strips.width),
     )
-    bound = _BOUND.get(key)
+    bound = BOUND.get(key)
     if bound is None:
         problem = Problem(tokens, out, k)
-        chosen = config or _choice(w, problem, device)
-        _check_config(chosen, strips)
+        chosen = _strip_tile(config, w, problem, device)
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         launch = launch_for(problem, strips.lengths.numel(), x.dtype, epilogue, device, chosen)
-        bound = _BOUND.keep(key, launch.bind(stream, x.data_ptr(), row, pointers, alpha))
+        bound = BOUND.keep(key, launch.bind(stream, x.data_ptr(), row, pointers, alpha))
     bound()
     return y
 
 
-def _readable(x: Tensor, k: int) -> tuple[Tensor, int]:
-    """Tokens as TMA reads them, and elements from one to the next."""
-    if x.is_contiguous() and k % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x, k
-    rows = rows_for_tma(x)
-    return rows, rows.stride(0)
+def _choice(w: BSR, problem: Problem, device: int) -> Config | FragmentConfig:
+    return layout_of(w).decide(problem, NAMES[w.dtype], target_of(device)).config
 
 
-def _on_16_bytes(residual: Tensor) -> Tensor:
-    residual = residual.contiguous()
-    return residual.clone() if residual.data_ptr() % 16 else residual
-
-
-def _choice(w: BSR, problem: Problem, device: int) -> Config:
-    return layout_of(w).decide(problem, _NAMES[w.dtype], target_of(device)).config
-
-
-def _check_config(config: Config, strips: Strips) -> None:
-    if (config.panels, config.width) != (strips.panels, strips.width):
+def _strip_tile(config: Config | None, w: BSR, problem: Problem, device: int) -> Config:
+    strips, chosen = layout_of(w).strips, config or _choice(w, problem, device)
+    assert isinstance(chosen, Config)  # Of blocks that have other tiles, `run` asked before.
+    if (chosen.panels, chosen.width) != (strips.panels, strips.width):
         raise ArgumentError(
-            f"spmm_bsr: {config} for this weight",
+            f"spmm_bsr: {chosen} for this weight",
             need=f"a tile with panels={strips.panels}, width={strips.width}",
             hint="config=None, which chooses one",
         )
+    return chosen

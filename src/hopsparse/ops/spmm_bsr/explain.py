@@ -11,9 +11,13 @@ from math import ceil
 from ...errors import UnsupportedError
 from ...formats.bsr import BSR
 from ...plan import Target
+from .fragments import TILE, fragments_of
+from .fragments_cost import busy_clocks
+from .fragments_kernel import FragmentConfig
 from .kernel import STEP, Config
-from .plan import Decision, Problem, candidates, decide
-from .schedule import loads, predicted_us, token_tiles
+from .plan import Decision, Problem, all_predicted_us, candidates, decide
+from .ready import takes_fragments
+from .schedule import loads, token_tiles
 from .strips import strips_of, width_of
 
 
@@ -30,7 +34,7 @@ class Explanation:
         strips: Strips of the weight.
         multiplied: Part of the entries of w that is multiplied, what is filled up included.
         filled: Part of that which was stored.
-        unevenness: Steps of the block that has the most over those of the mean.
+        unevenness: Work of the block that has the most over that of the mean.
         floor_us: No kernel that multiplies the stored blocks alone is faster: the longer of their
             bytes over read bandwidth and their operations over the sustained ceiling.
     """
@@ -38,7 +42,7 @@ class Explanation:
     problem: Problem
     target: Target
     decision: Decision
-    others: tuple[tuple[Config, float], ...]
+    others: tuple[tuple[Config | FragmentConfig, float], ...]
     width: int
     strips: int
     multiplied: float
@@ -53,16 +57,18 @@ class Explanation:
             kept: Whether the decoded weight would be kept between calls, as `SparseLinear` does.
         """
         p, d = self.problem, self.decision
-        runs = f"the kernel, tile {d.config.name}" if d.uses_kernel(kept=kept) else "dense"
+        name = "the kernel" if d.is_measured else "the kernel of small blocks"
+        runs = f"{name}, tile {d.config.name}" if d.uses_kernel(kept=kept) else "dense"
         others = ", ".join(f"{config.name} {us:.1f}" for config, us in self.others)
+        never = "" if d.is_measured else " (never timed)"
         return [
             f"spmm_bsr, {p.out} x {p.k}, {p.tokens} tokens, {self.target.name}: {runs}",
-            f"predicted: kernel {d.kernel_us:.1f} us, dense {d.dense_us:.1f}, to decode w "
+            f"predicted: kernel {d.kernel_us:.1f} us{never}, dense {d.dense_us:.1f}, to decode w "
             f"{d.decoding_us:.1f}; the floor is {self.floor_us:.1f}",
             f"other tiles: {others}",
             f"{self.strips} strips of {d.config.rows} rows, gathered in {self.width} columns: "
             f"{self.multiplied:.1%} of w is multiplied, and {self.filled:.0%} of that is stored",
-            f"the busiest block has {self.unevenness:.2f} times the steps of the mean",
+            f"the busiest block has {self.unevenness:.2f} times the work of the mean",
         ]
 
 
@@ -93,30 +99,34 @@ def explain(w: BSR, tokens: int, target: Target) -> Explanation:
             need="blocks of a multiple of 16 columns",
             hint="BSR.from_dense(w.to_dense(), (64, 64))",
         )
-    strips = strips_of(w)
+    strips, (out, k) = strips_of(w), w.shape
+    fragments = fragments_of(w) if takes_fragments(w.block) else None
     dtype = str(w.dtype).removeprefix("torch.")
     known = candidates(strips.panels, width)
-    decision = decide(strips.lengths, known, problem, dtype, target)
-    others = [
-        (each, predicted_us(each, strips.lengths, problem, target.sm_count))
-        for each in known
-        if each != decision.config
-    ]
-    count = strips.lengths.numel() * token_tiles(decision.config, tokens)
-    grid = min(count, target.sm_count)
-    steps, _ = loads(strips.lengths, decision.config, tokens, grid)
-    out, k = w.shape
+    decision = decide(strips.lengths, known, problem, dtype, target, fragments=fragments)
+    timed = all_predicted_us(strips.lengths, known, problem, target, fragments=fragments)
+    config = decision.config
+    if isinstance(config, Config):
+        count = strips.lengths.numel() * token_tiles(config, tokens)
+        work, _ = loads(strips.lengths, config, tokens, min(count, target.sm_count))
+        walked, filled = strips.steps * strips.rows * STEP, strips.filled
+    else:
+        assert fragments is not None  # a tile of it was chosen
+        width, work = TILE, busy_clocks(config, fragments, tokens, target.sm_count)
+        walked, filled = fragments.pieces * TILE * TILE * config.height, 1.0
     moved = 2 * (strips.kept + tokens * (out + k))
     peak = target.dense_peak[dtype].sustained
+    others = [each for each in timed.items() if each[0] != config]
+    count = ceil(out / config.rows)
     return Explanation(
         problem,
         target,
         decision,
         tuple(sorted(others, key=lambda each: each[1])),
         width,
-        strips.lengths.numel(),
-        strips.steps * strips.rows * STEP / (strips.rows * ceil(out / strips.rows) * k),
-        strips.filled,
-        float(steps.max() / steps.double().mean()),
+        count,
+        walked / (config.rows * count * k),
+        filled,
+        float(work.max() / work.double().mean()),
         1e6 * max(moved / target.read_bandwidth, 2 * strips.kept * tokens / peak),
     )

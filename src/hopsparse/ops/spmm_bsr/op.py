@@ -14,6 +14,7 @@ from .._call import check_epilogue, check_tensors, is_plain, is_transformed
 from .._product import Plan, check_inputs, check_weight, decompress, is_hopper
 from . import reference
 from .dispatch import traced
+from .fragments_kernel import FragmentConfig
 from .kernel import Config
 from .plan import Decision, Problem
 from .ready import class_of, layout_of
@@ -32,7 +33,7 @@ def spmm_bsr(
     alpha: float = 1,  # An int: torch.compile makes an input of a float, and traces twice.
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    config: Config | None = None,
+    config: Config | FragmentConfig | None = None,
 ) -> Tensor:
     """Multiply by a block-sparse weight: y = act(alpha * x @ w.T + bias) + residual.
 
@@ -93,7 +94,7 @@ def _by_kernel(
     activation: str,
     alpha: float,
     out_dtype: torch.dtype,
-    config: Config | None,
+    config: Config | FragmentConfig | None,
 ) -> Tensor | None:
     """The kernel by the shortest way that the call allows; None where decoding is faster."""
     if not is_plain(w.values, x, bias, residual):
@@ -152,7 +153,8 @@ def _planned(w: BSR, x: Tensor, *, kept: bool) -> Plan:
         return Plan("spmm_bsr", "dense", f"{reason}; w is decoded at every call")
     decision = decided(w, x)
     if decision.uses_kernel(kept=kept):
-        return Plan("spmm_bsr", "kernel", f"wgmma, {decision.why(kept=kept)}; gradients run dense")
+        by = "wgmma" if decision.is_measured else "mma.sync"
+        return Plan("spmm_bsr", "kernel", f"{by}, {decision.why(kept=kept)}; gradients run dense")
     return Plan("spmm_bsr", "dense", f"{decision.why(kept=kept)}; w is decoded at every call")
 
 
@@ -219,10 +221,10 @@ def _check_parts(w: BSR) -> None:
 
 
 def _check_choices(alpha: object, config: object) -> None:
-    if config is not None and not isinstance(config, Config):
+    if config is not None and not isinstance(config, (Config, FragmentConfig)):
         raise ArgumentError(
             f"spmm_bsr: config of type {type(config).__name__}",
-            need="a Config of hopsparse.ops.spmm_bsr.kernel, or None",
+            need="a Config of hopsparse.ops.spmm_bsr.kernel, a FragmentConfig, or None",
             hint="config=None, which chooses the one that is predicted to be fastest",
         )
     # A tensor could change after its number was packed into the arguments of a launch.

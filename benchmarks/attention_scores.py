@@ -1,0 +1,183 @@
+"""score_blocks and append_keys alone, and before select, against the bytes that they have to read.
+
+    PYTHONPATH=src python benchmarks/attention_scores.py --out attention_scores.jsonl
+
+bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
+bound, mean and mass, by bound with clusters of 8 and of 16; append_keys of one token a sequence;
+and append, score and select in a row, also with launches that start before the kernel ahead has
+ended. Calls work on copies of the blocks in turns, so that the L2 cache holds none of them. Scores
+are checked against the reference first. Appends one JSON row a case and contender, with the time
+that the bytes take at 4.35 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hopsparse.launch import EarlyStarts
+from hopsparse.measure import record
+from hopsparse.measure.block_error import score_error
+from hopsparse.measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
+from hopsparse.ops import KeyBlocks, append_keys, score_blocks, select
+from hopsparse.ops.score_blocks import plan, reference
+from hopsparse.ops.score_blocks.device import Wanted, enqueue
+
+HEADS, KV_HEADS, DIM, BLOCK, BUDGET = 32, 8, 128, 64, 2048
+CASES = ((1, 32_768), (1, 131_072), (8, 32_768), (8, 131_072), (32, 32_768))
+FLOOR_TBPS = 4.35
+#: Bytes of an entry that scores of a kind read.
+ENTRY_BYTES = {"bound": 4, "mean": 4, "mass": 8}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a call reads, in memory of its own."""
+
+    q: Tensor
+    blocks: KeyBlocks
+    lengths: Tensor
+    key: Tensor
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Low, high and total."""
+        return self.blocks.low, self.blocks.high, self.blocks.total
+
+
+def main() -> None:
+    """Measure, print and append."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
+    facts = record.environment(gpu())
+    for batch, context in CASES:
+        for row in measured(batch, context, options.rounds):
+            told = "refused" if row["us"] is None else f"{row['us']:8.2f} us"
+            print(
+                f"{batch:>3} x {context:<8} {row['contender']:<32} {told}, "
+                f"bytes {row['floor_us']:.2f}"
+            )
+            record.append(options.out, facts | row)
+
+
+def measured(batch: int, context: int, rounds: int) -> list[record.Row]:
+    """Rows of one case."""
+    made = inputs(batch, context)
+    check(made[0])
+    entries = batch * KV_HEADS * (context // BLOCK) * DIM
+    contenders = [
+        *((scored(kind, made), entries * ENTRY_BYTES[kind]) for kind in plan.KINDS),
+        *((clustered(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
+        (appended(made), 0),
+        *((in_a_row(early, made), entries * ENTRY_BYTES["bound"]) for early in (False, True)),
+    ]
+    timings = time_side_by_side([each for each, _ in contenders], rounds=rounds)
+    return [
+        {
+            "batch": batch,
+            "context": context,
+            "contender": timing.name,
+            "error": timing.error,
+            "us": None if timing.error else timing.us,
+            "floor_us": nbytes / FLOOR_TBPS * 1e-6,
+        }
+        for timing, (_, nbytes) in zip(timings, contenders, strict=True)
+    ]
+
+
+def inputs(batch: int, context: int) -> list[Inputs]:
+    """Copies that no cache holds; the last token is the one that is taken in."""
+    count = context // BLOCK
+    nbytes = batch * KV_HEADS * count * DIM * ENTRY_BYTES["bound"]
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    made = []
+    for _ in range(copies_to_defeat_l2(nbytes, l2_bytes)):
+        shape = (batch, KV_HEADS, count, DIM)
+        blocks = KeyBlocks.empty(shape, block=BLOCK, dtype=torch.bfloat16, device="cuda")
+        ends = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")
+        blocks.low.copy_(ends.amin(0))
+        blocks.high.copy_(ends.amax(0))
+        blocks.total.copy_(ends.float().mean(0) * BLOCK)
+        q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        key = torch.randn(batch, 1, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        made.append(Inputs(q, blocks, lengths, key))
+    return made
+
+
+def check(each: Inputs) -> None:
+    """Stop where scores are further from the reference than float32 allows."""
+    scale = reference.default_scale(DIM)
+    found = reference.ranges(each.q, each.kept, BLOCK, each.lengths, scale)
+    largest = torch.maximum(each.blocks.low.abs(), each.blocks.high.abs()).double()
+    q = (each.q.double().abs() * scale).view(-1, KV_HEADS, HEADS // KV_HEADS, DIM)
+    off = score_error((q @ largest.transpose(-1, -2)).flatten(1, 2))
+    for kind, wanted in (("bound", found.high), ("mean", found.mean)):
+        got = score_blocks(each.q, each.blocks, each.lengths, kind=kind, per_head=True)
+        if not bool(((got.double() - wanted.double()).abs() <= off).all()):
+            raise SystemExit(f"{kind}: not what the reference gives")
+
+
+def scored(kind: str, made: list[Inputs]) -> Contender:
+    """One score a head of keys."""
+    calls = [lambda x=each: score_blocks(x.q, x.blocks, x.lengths, kind=kind) for each in made]
+    return Contender(f"score_blocks, {kind}", calls)
+
+
+def clustered(size: int, made: list[Inputs]) -> Contender:
+    """By bound, with clusters of a given size."""
+    wanted = Wanted("bound", reference.default_scale(DIM), False)
+    shape = (*made[0].blocks.low.shape[:3],)
+
+    def call(x: Inputs) -> Call:
+        scores = torch.empty(shape, device="cuda")
+        return lambda: enqueue(scores, x.q, x.kept, x.lengths, BLOCK, wanted, size)
+
+    return Contender(f"score_blocks, bound, clusters of {size}", [call(each) for each in made])
+
+
+def appended(made: list[Inputs]) -> Contender:
+    """The last token of every sequence."""
+    starts = [each.lengths - 1 for each in made]
+    calls = [
+        lambda x=each, start=start: append_keys(x.blocks, x.key, start)
+        for each, start in zip(made, starts, strict=True)
+    ]
+    return Contender("append_keys", calls)
+
+
+def in_a_row(early: bool, made: list[Inputs]) -> Contender:
+    """What a step does before it attends; the place of the token is known, as servers know it."""
+    starts = [each.lengths - 1 for each in made]
+
+    def call(x: Inputs, start: Tensor) -> Call:
+        allowed = EarlyStarts()
+
+        def run() -> object:
+            append_keys(x.blocks, x.key, start)
+            scores = score_blocks(x.q, x.blocks, x.lengths)
+            return select(scores, BUDGET // BLOCK, sink=1, recent=1)
+
+        def run_early() -> object:
+            with allowed.use():
+                return run()
+
+        return run_early if early else run
+
+    calls = [call(each, start) for each, start in zip(made, starts, strict=True)]
+    return Contender("append, score, select" + (", early" if early else ""), calls)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""attend_prefill as torch sees it: one operator with a shape rule, for torch.compile and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._paged import cache_of
+from . import reference
+
+
+def run_reference(
+    q: Tensor,
+    starts: Tensor,
+    tensors: list[Tensor],
+    indices: Tensor | None,
+    counts: Tensor | None,
+    block: int,
+    scales: list[float],
+) -> tuple[Tensor, Tensor]:
+    """`reference.attend_prefill`, as the operator passes its arguments."""
+    cache = cache_of(tensors, scales)
+    return reference.attend_prefill(q, starts, cache, indices, counts, block, scales[0])
+
+
+def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+# Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
+_LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attend_prefill(Tensor q, Tensor starts, Tensor[] tensors, Tensor? indices, Tensor? counts, "
+    "SymInt block, float[] scales) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("attend_prefill", run_reference, "CPU")
+torch.library.register_fake("hopsparse::attend_prefill", _results, lib=_LIBRARY)
+traced: Callable[..., tuple[Tensor, Tensor]] = torch.ops.hopsparse.attend_prefill.default
+
+
+def register_on_gpu(run: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Say what the operator runs on a GPU; its arguments are those of `run_reference`."""
+    _LIBRARY.impl("attend_prefill", run, "CUDA")

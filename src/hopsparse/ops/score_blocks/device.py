@@ -1,0 +1,175 @@
+"""score_blocks and append_keys on a GPU: one launch each, cut by lengths that are on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compiler import KernelCache
+from ...launch import (
+    Bound,
+    Kernel,
+    KnownLaunches,
+    Turn,
+    current_stream,
+    device_facts,
+    kernel_for,
+    max_active_clusters,
+    starts_early,
+)
+from ...plan import KernelSpec
+from . import plan, reference
+from .layout import NAMES, Kept
+
+_Q_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+_BOUND = KnownLaunches()
+
+
+class Wanted(NamedTuple):
+    """What is asked of blocks.
+
+    Attributes:
+        kind: "bound", "mean" or "mass".
+        scale: Of q.k.
+        per_head: A score for each query head.
+    """
+
+    kind: str
+    scale: float
+    per_head: bool
+
+
+def run(q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted) -> Tensor:
+    """Scores of arguments that were checked, and that a kernel takes.
+
+    Args:
+        q: [batch, heads, dim] on a Hopper GPU.
+        kept: What is kept of keys.
+        lengths: int32 [batch].
+        block: Tokens of a block.
+        wanted: Which scores.
+
+    Raises:
+        UnsupportedError: No driver; or a graph is captured and the kernel is not loaded yet.
+        CompileError: The kernel does not compile.
+    """
+    q = q.contiguous()
+    if q.data_ptr() % 16:
+        q = q.clone()  # the kernel reads it 16 bytes at a time
+    heads = q.shape[1] if wanted.per_head else kept[0].shape[1]
+    scores = q.new_empty((q.shape[0], heads, kept[0].shape[2]), dtype=torch.float32)
+    enqueue(scores, q, kept, lengths.contiguous(), block, wanted)
+    return scores
+
+
+def enqueue(
+    scores: Tensor,
+    q: Tensor,
+    kept: Kept,
+    lengths: Tensor,
+    block: int,
+    wanted: Wanted,
+    cluster: int | None = None,
+) -> None:
+    """Put the kernel on torch's current stream. Nothing waits for it, and nothing is checked.
+
+    Args:
+        scores: float32 [batch, heads or kv_heads, blocks], contiguous; all is written.
+        q: As for `run`, contiguous, from 16 bytes on, like all the rest.
+        kept: What is kept of keys.
+        lengths: int32 [batch], contiguous.
+        block: Tokens of a block.
+        wanted: Which scores.
+        cluster: Blocks of threads for a head of keys, one of `plan.CLUSTERS`; None: what fits.
+    """
+    args = bytes(pack(scores, q, kept, lengths, block, wanted))
+    device = q.get_device()
+    turn = Turn(current_stream(device), starts_early())
+    # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
+    key = (args, q.shape, kept[0].dtype, wanted.kind, cluster, device, turn)
+    bound = _BOUND.get(key)
+    if bound is None:
+        batch, heads, dim = q.shape
+        kv_heads, count = kept[0].shape[1:3]
+        shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
+        assert shape is not None
+        kernel = _kernel(shape, batch * kv_heads, count, cluster, device)
+        grid = (kernel.spec.cluster[0], kv_heads, batch)
+        bound = _BOUND.keep(key, kernel.bind(grid, args, turn.stream, pdl=turn.early))
+    bound()
+
+
+def _kernel(shape: plan.Shape, pairs: int, rows: int, cluster: int | None, device: int) -> Kernel:
+    """The kernel with the largest clusters that are of use, and of which all run at once."""
+    sizes = plan.clusters_for(pairs, rows, device_facts(device).sm_count)
+    *large, last = sizes if cluster is None else (cluster,)
+    for size in large:
+        kernel = _loaded(plan.spec_for(shape, size), device)
+        if max_active_clusters(kernel) >= pairs:
+            return kernel
+    return _loaded(plan.spec_for(shape, last), device)
+
+
+def _loaded(spec: KernelSpec, device: int) -> Kernel:
+    return kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+
+
+def pack(
+    scores: Tensor, q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted
+) -> plan.Args:
+    """The kernel's argument."""
+    kv_heads, count = kept[0].shape[1:3]
+    addresses = [each.data_ptr() for each in (q, *kept, lengths, scores)]
+    strides = [stride for each in kept for stride in each.stride()[:3]]
+    sizes = (count, block, kv_heads, q.shape[1] // kv_heads)
+    slack = reference.slack_factor(q.shape[2], block)
+    asked = (_Q_TYPES[q.dtype], wanted.per_head, wanted.scale, slack)
+    return plan.Args(*addresses, *strides, *sizes, *asked)
+
+
+def append(kept: Kept, keys: Tensor, starts: Tensor, counts: Tensor | None, block: int) -> None:
+    """Take in keys, of arguments that were checked, and that a kernel takes.
+
+    Args:
+        kept: What is kept of keys, changed in place.
+        keys: [batch, new, kv_heads, dim] on a Hopper GPU.
+        starts: int32 [batch].
+        counts: int32 [batch] or None.
+        block: Tokens of a block.
+
+    Raises:
+        UnsupportedError: No driver; or a graph is captured and the kernel is not loaded yet.
+        CompileError: The kernel does not compile.
+    """
+    starts = starts.contiguous()
+    counts = None if counts is None else counts.contiguous()
+    args = bytes(pack_append(kept, keys, starts, counts, block))
+    device = keys.get_device()
+    turn = Turn(current_stream(device), starts_early())
+    key = (args, keys.shape, keys.dtype, device, turn)
+    bound = _BOUND.get(key)
+    if bound is None:
+        bound = _BOUND.keep(key, _bind_append(args, keys, kept[0].shape[2], block, turn))
+    bound()
+
+
+def _bind_append(args: bytes, keys: Tensor, count: int, block: int, turn: Turn) -> Bound:
+    batch, new, kv_heads, dim = keys.shape
+    kernel = _loaded(plan.append_spec_for(NAMES[keys.dtype], dim), keys.get_device())
+    grid = (plan.append_grid(count, block, kv_heads, new), batch, 1)
+    return kernel.bind(grid, args, turn.stream, pdl=turn.early)
+
+
+def pack_append(
+    kept: Kept, keys: Tensor, starts: Tensor, counts: Tensor | None, block: int
+) -> plan.AppendArgs:
+    """The argument of the kernel that takes in keys."""
+    tensors = (*kept, keys, starts, counts)
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
+    strides = [stride for each in kept for stride in each.stride()[:3]]
+    strides += keys.stride()[:3]
+    sizes = (kept[0].shape[2], block, keys.shape[2], keys.shape[1])
+    return plan.AppendArgs(*addresses, *strides, *sizes)

@@ -1,0 +1,263 @@
+"""Which kernels score blocks and take in keys, and the bytes of their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from itertools import product
+
+from ...errors import ArgumentError
+from ...plan.spec import KernelSpec
+
+#: Head dimensions that kernels are made for, and the most query heads of a head of keys.
+DIMS, MOST_GROUP = (64, 128, 256), 16
+#: Query heads that a row of a block meets at once; more of them come four by four.
+HEADS = (1, 2, 4)
+#: Blocks of threads of a cluster: where heads of keys fill the GPU, as a rule, and where there are
+#: few of them.
+CLUSTERS = (2, 8, 16)
+#: Blocks of threads for each SM, two of which run at once, from which on clusters are small: each
+#: has its start to pay for.
+MOST_BLOCKS = 4
+KINDS = ("bound", "mean", "mass")
+TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+#: Tokens of a block, at most: with more of them the slack of float32 is as large as the scores.
+MOST_TOKENS = 1 << 20
+
+WARPS = 8
+_SCORES = 8192  # of a block of threads that are kept
+_FEW_ROWS = 256
+
+# Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
+# ahead, and the cluster.
+_SASS = ("LDG.E.LTC128B.128", "FFMA", "ACQBULK", "UCGABAR_ARV")
+_SASS_APPEND = ("LDG.E.LTC128B", "FADD", "ACQBULK")
+
+
+class Args(ctypes.Structure):
+    """The kernel's argument; `struct Args` of kernel.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "low", "high", "total", "lengths", "scores")),
+        *((f"low_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"high_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"total_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "block", "kv_heads", "group")),
+        *((name, ctypes.c_uint32) for name in ("q_type", "per_head")),
+        ("scale", ctypes.c_float),
+        ("slack", ctypes.c_float),
+    )
+
+
+class AppendArgs(ctypes.Structure):
+    """The argument of the kernel that takes in keys; `struct Args` of append.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "high", "total", "keys", "starts", "counts")),
+        *((f"low_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"high_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"total_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"key_{name}", ctypes.c_int64) for name in ("batch", "token", "head")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "block", "kv_heads", "new_tokens")),
+    )
+
+
+ARGS_BYTES, APPEND_BYTES = ctypes.sizeof(Args), ctypes.sizeof(AppendArgs)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is made for.
+
+    Attributes:
+        kind: "bound", "mean" or "mass".
+        dtype: Of low and high; float32 for "mean", which reads none of them.
+        dim: Of heads.
+        heads: One of `HEADS`.
+    """
+
+    kind: str
+    dtype: str
+    dim: int
+    heads: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that a team of lanes has at once: as many as registers have room for.
+
+        Example:
+            >>> Shape("bound", "bfloat16", 128, 4).rows, Shape("mass", "bfloat16", 128, 4).rows
+            (2, 1)
+        """
+        wide = self.dtype == "float32" and self.kind != "mean"
+        return 1 if wide or self.kind == "mass" else 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block, as `struct Smem` of kernel.cuh has it."""
+        most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
+        return 4 * (most * self.dim + 3 * MOST_GROUP + _SCORES)
+
+
+def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
+    """Who scores; None where there is no kernel.
+
+    Example:
+        >>> shape_for("mean", "bfloat16", 128, 7)
+        Shape(kind='mean', dtype='float32', dim=128, heads=4)
+        >>> shape_for("bound", "bfloat16", 96, 4) is None
+        True
+    """
+    if kind not in KINDS or dtype not in TYPES or dim not in DIMS or not 0 < group <= MOST_GROUP:
+        return None
+    heads = next((each for each in HEADS if group <= each), HEADS[-1])
+    return Shape(kind, "float32" if kind == "mean" else dtype, dim, heads)
+
+
+def spec_for(shape: Shape, cluster: int) -> KernelSpec:
+    """The kernel of a shape.
+
+    Args:
+        shape: As `shape_for` gives it.
+        cluster: One of `CLUSTERS`.
+
+    Raises:
+        ArgumentError: There is no such kernel.
+
+    Example:
+        >>> spec_for(Shape("bound", "bfloat16", 128, 4), 8).name
+        'bound, bfloat16, dim 128, heads 4, cluster 8'
+    """
+    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads)
+    if not known or shape.heads not in HEADS or cluster not in CLUSTERS:
+        raise ArgumentError(
+            f"a score_blocks kernel for {shape}, cluster {cluster}",
+            need=f"what shape_for gives, and one of {CLUSTERS}",
+            hint='spec_for(shape_for("bound", "bfloat16", 128, 4), 8)',
+        )
+    return KernelSpec(
+        op="score_blocks",
+        name=f"{shape.kind}, {shape.dtype}, dim {shape.dim}, heads {shape.heads}, "
+        f"cluster {cluster}",
+        kernel="ops/score_blocks/kernel.cuh",
+        text=_text(shape),
+        entry="score_blocks_kernel",
+        threads=32 * WARPS,
+        cluster=(cluster, 1, 1),
+        smem_bytes=shape.smem_bytes,
+        args_bytes=ARGS_BYTES,
+        pdl=True,
+    )
+
+
+def append_spec_for(dtype: str, dim: int) -> KernelSpec:
+    """The kernel that takes in keys of `dtype`.
+
+    Raises:
+        ArgumentError: There is no such kernel.
+
+    Example:
+        >>> append_spec_for("bfloat16", 128).name
+        'append, bfloat16, dim 128'
+    """
+    if dtype not in TYPES or dim not in DIMS:
+        raise ArgumentError(
+            f"an append_keys kernel for {dtype}, dim {dim}",
+            need=f"one of {', '.join(TYPES)}; of {DIMS}",
+            hint='append_spec_for("bfloat16", 128)',
+        )
+    return KernelSpec(
+        op="score_blocks",
+        name=f"append, {dtype}, dim {dim}",
+        kernel="ops/score_blocks/append.cuh",
+        text=_append_text(TYPES[dtype], dim),
+        entry="append_keys_kernel",
+        threads=32 * APPEND_WARPS,
+        cluster=(1, 1, 1),
+        smem_bytes=0,
+        args_bytes=APPEND_BYTES,
+        pdl=True,
+    )
+
+
+APPEND_WARPS = 4
+
+
+def clusters_for(pairs: int, rows: int, sm_count: int) -> tuple[int, ...]:
+    """Clusters to try in turn: a large one must be able to run for all pairs at once.
+
+    Args:
+        pairs: Heads of keys of all sequences.
+        rows: Blocks of keys that there is room for, of each.
+        sm_count: Of the GPU.
+
+    Example:
+        >>> clusters_for(8, 2048, 132), clusters_for(64, 2048, 132), clusters_for(256, 512, 132)
+        ((16, 8), (8,), (2,))
+    """
+    small, usual, large = CLUSTERS
+    if pairs * usual > MOST_BLOCKS * sm_count:
+        return (small,)
+    # Rows that the usual one scores in a step or two leave nothing for more blocks of threads.
+    several = rows > _FEW_ROWS and pairs * large <= 2 * sm_count
+    return (large, usual) if several else (usual,)
+
+
+def append_grid(blocks: int, block: int, kv_heads: int, new: int) -> int:
+    """Blocks of threads a sequence: a warp for each block of keys that `new` tokens may touch.
+
+    Example:
+        >>> append_grid(100, 64, 8, 1), append_grid(100, 64, 8, 2), append_grid(2, 64, 8, 128)
+        (2, 4, 4)
+    """
+    touched = min((new + block - 2) // block + 1, blocks)
+    return -(-touched * kv_heads // APPEND_WARPS)
+
+
+def sass_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Instructions that a kernel must hold."""
+    return _SASS_APPEND if spec.entry == "append_keys_kernel" else _SASS
+
+
+def every_shape() -> list[Shape]:
+    """All shapes that a call may run."""
+    found = [shape_for(*chosen) for chosen in product(KINDS, TYPES, DIMS, HEADS)]
+    return list(dict.fromkeys(shape for shape in found if shape is not None))
+
+
+def every_spec() -> list[KernelSpec]:
+    """All kernels that a call may run."""
+    scores = [spec_for(*chosen) for chosen in product(every_shape(), CLUSTERS)]
+    return scores + [append_spec_for(*chosen) for chosen in product(TYPES, DIMS)]
+
+
+def _text(shape: Shape) -> str:
+    threads = 32 * WARPS
+    return f"""
+struct Config {{
+  static constexpr score_blocks::Kind kKind = score_blocks::Kind::{shape.kind};
+  static constexpr Type kType = Type::{TYPES[shape.dtype]};
+  static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.rows};
+  static constexpr int kWarps = {WARPS}, kScores = {_SCORES};
+}};
+static_assert(sizeof(score_blocks::Args) == {ARGS_BYTES}, "plan.py packs {ARGS_BYTES} bytes");
+static_assert(sizeof(score_blocks::Smem<Config>) == {shape.smem_bytes}, "plan.py counts its bytes");
+extern "C" __global__ void __launch_bounds__({threads}, 2)
+    score_blocks_kernel(const __grid_constant__ score_blocks::Args a) {{
+  score_blocks::run<Config>(a);
+}}
+"""
+
+
+def _append_text(kind: str, dim: int) -> str:
+    return f"""
+struct Config {{
+  static constexpr Type kType = Type::{kind};
+  static constexpr int kDim = {dim}, kWarps = {APPEND_WARPS};
+}};
+static_assert(sizeof(append_keys::Args) == {APPEND_BYTES}, "plan.py packs {APPEND_BYTES} bytes");
+extern "C" __global__ void __launch_bounds__({32 * APPEND_WARPS})
+    append_keys_kernel(const __grid_constant__ append_keys::Args a) {{
+  append_keys::run<Config>(a);
+}}
+"""

@@ -1,0 +1,98 @@
+"""How long the kernel of small blocks takes, predicted: fragments.cuh's work and order in Python.
+
+An item takes as long as the slowest of five: the tensor cores, shared memory, the bytes from L2,
+passing slabs on at all, and one warp waiting for its pieces. What one SM gets from L2 and what
+storing takes are those that were fitted to the other kernel (schedule.py); the rest are the rates
+of the hardware, with a share of them that was assumed before there was a measurement.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from .fragments import SLAB, SLOTS, TILE, Fragments
+from .fragments_kernel import BEHIND, HELD, FragmentConfig
+from .schedule import (
+    CLOCKS_US,
+    MEMORY_BYTES_US,
+    W_BYTES,
+    X_BYTES,
+    Problem,
+    blocks,
+    finished_us,
+    items,
+    raster_group,
+    token_tiles,
+)
+
+_ATOM = 8  # rows of a swizzle
+_PRODUCTS = 1024.0  # of the tensor cores in a clock, by mma.sync: half of what wgmma has
+_UNEVEN = 1.05  # the busiest quarter of an SM over the mean
+_SHARED_BYTES, _SHARED_SHARE = 128.0, 0.8  # of an SM in a clock
+_SLAB_CLOCKS = 200.0  # of a slab that has nothing
+_LATENCY, _LONGEST = 800.0, 1.3  # clocks of a load; the longest slot of a strip over the mean
+_NORM = 6.45
+# Half of what the other kernel takes: a warp that stores leaves fifteen that multiply.
+_TILE_CLOCKS, _PIECE_CLOCKS = 1500.0, 92.0
+
+
+def rows_of_x(config: FragmentConfig, tokens: int) -> int:
+    """Tokens that a block loads: its share of a tile, in atoms of 8.
+
+    Example:
+        >>> rows_of_x(FragmentConfig(1, tokens=128, cluster=2), 17)
+        16
+    """
+    each = ceil(tokens / config.cluster)
+    return min(config.tokens // config.cluster, -(-each // _ATOM) * _ATOM)
+
+
+def item_clocks(config: FragmentConfig, w: Fragments, tokens: int) -> Tensor:
+    """Of each strip by the tokens of a tile, float64 [pairs, STRIPS]."""
+    pieces = w.counts.double()
+    slabs = w.walked.double()[:, None].expand_as(pieces)
+    loaded = rows_of_x(config, tokens) * SLAB * 2
+    products = pieces * TILE * TILE * config.height * config.tokens
+    shared = pieces * config.tokens * TILE * 2 + slabs * config.cluster * loaded
+    weights = pieces * TILE * TILE * 2 * config.height
+    in_flight = HELD[config.height] + BEHIND[config.height]
+    terms = torch.stack(
+        [
+            products / _PRODUCTS * _UNEVEN,
+            shared / (_SHARED_BYTES * _SHARED_SHARE),
+            slabs * loaded / X_BYTES + weights / W_BYTES,
+            slabs * _SLAB_CLOCKS,
+            pieces / SLOTS * _LONGEST * _LATENCY / in_flight,
+        ]
+    )
+    stored = _TILE_CLOCKS + _PIECE_CLOCKS * config.rows / 64 * config.tokens / TILE
+    longest: Tensor = torch.linalg.vector_norm(terms, _NORM, dim=0)
+    return longest + stored
+
+
+def busy_clocks(config: FragmentConfig, w: Fragments, tokens: int, sm_count: int) -> Tensor:
+    """Clocks of every cluster of a grid, float64 [clusters]."""
+    # A cluster goes on to its next item when both of its blocks have done this one.
+    each = item_clocks(config, w, tokens).view(-1, config.cluster).amax(1)
+    tiles = token_tiles(config, tokens)
+    ranks, _ = items(each.numel(), tiles, raster_group(config, tokens))
+    clusters = max(1, min(ranks.numel(), sm_count // config.cluster))
+    owner = blocks(ranks.numel(), clusters)
+    return torch.zeros(clusters, dtype=torch.float64).index_add_(0, owner, each[ranks])
+
+
+def predicted_us(config: FragmentConfig, w: Fragments, problem: Problem, sm_count: int) -> float:
+    """Device time of one product.
+
+    Args:
+        config: The tile.
+        w: The weight's layout.
+        problem: Sizes.
+        sm_count: SMs of the GPU.
+    """
+    clocks = float(busy_clocks(config, w, problem.tokens, sm_count).max())
+    moved = w.pieces * TILE * TILE * 2 * w.height + 2 * problem.tokens * (problem.out + problem.k)
+    return finished_us(clocks / CLOCKS_US, moved / MEMORY_BYTES_US)

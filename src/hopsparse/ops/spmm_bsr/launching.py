@@ -1,0 +1,107 @@
+"""What both kernels of spmm_bsr do with a call's tensors before they are launched."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, UnsupportedError
+from ...launch import Element, KnownLaunches
+from .schedule import Problem
+
+# The kernels count in 32 bits, up to the end of the last tile or round.
+_LONGEST = 2**31 - 2**13
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+ELEMENTS = {"bfloat16": Element.BF16, "float16": Element.F16}
+#: Launches by all that they depend on.
+BOUND = KnownLaunches()
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What happens to a sum before it is stored; what a kernel is compiled for.
+
+    Attributes:
+        out_dtype: Dtype of y.
+        activation: One of `kernel.ACTIVATIONS`.
+        has_residual: Whether something is added at the end.
+    """
+
+    out_dtype: torch.dtype
+    activation: str = "none"
+    has_residual: bool = False
+
+
+def check_sizes(problem: Problem, items: int) -> None:
+    """Refuse what 32 bits cannot count.
+
+    Args:
+        problem: Sizes.
+        items: Tiles of y.
+
+    Raises:
+        UnsupportedError: A side or a number of items of over 2^31 - 2^13.
+    """
+    longest = max(problem.tokens, problem.out, problem.k, items)
+    if longest > _LONGEST:
+        raise UnsupportedError(
+            f"spmm_bsr: {longest} tokens, out-features, columns or tiles",
+            need=f"at most {_LONGEST} of each",
+            hint="x, or w, in pieces",
+        )
+
+
+def as_float32(alpha: float) -> float:
+    """What a sum is multiplied by; beyond float32 it is infinite, as on the CPU.
+
+    Raises:
+        ArgumentError: It is no number.
+    """
+    # A tensor would pass as a number, and be found again by its identity, not by its value.
+    if not isinstance(alpha, Real):
+        raise ArgumentError(
+            f"spmm_bsr: alpha={alpha!r}", need="a number", hint="alpha.item(), once"
+        )
+    return ctypes.c_float(alpha).value
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of its first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def rows_for_tma(x: Tensor) -> Tensor:
+    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
+
+    Example:
+        >>> x = torch.ones(3, 20, dtype=torch.bfloat16)
+        >>> rows_for_tma(x).stride(0), rows_for_tma(x[:, :16].contiguous()).stride(0)
+        (24, 16)
+    """
+    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
+    tokens, k = rows.shape
+    pitch = -(-k // atom) * atom
+    aligned = (rows.stride(1) == 1 or k == 1) and rows.data_ptr() % 16 == 0
+    if aligned and tokens == 1:
+        return rows.as_strided((1, k), (pitch, 1))  # The stride of a single row may be anything.
+    if aligned and rows.stride(0) % atom == 0 and rows.stride(0) >= k:
+        return rows
+    return x.new_empty((tokens, pitch))[:, :k].copy_(rows)
+
+
+def readable(x: Tensor, k: int) -> tuple[Tensor, int]:
+    """Tokens as TMA reads them, and elements from one to the next."""
+    if x.is_contiguous() and k % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x, k
+    rows = rows_for_tma(x)
+    return rows, rows.stride(0)
+
+
+def on_16_bytes(residual: Tensor) -> Tensor:
+    """It, contiguous, or a copy that starts on 16 bytes."""
+    residual = residual.contiguous()
+    return residual.clone() if residual.data_ptr() % 16 else residual

@@ -1,0 +1,144 @@
+"""The texts of the score_blocks and append_keys kernels, compiled for the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hopsparse.ops.score_blocks import plan
+from hopsparse.ops.score_blocks.device import Wanted, pack, pack_append
+from tests.helpers.block_scores import Problem
+
+ROOT = Path(__file__).parents[2]
+FILES = ("rows.cuh", "kernel.cuh", "append.cuh")
+
+# What the texts ask of a GPU beyond cuda_on_cpu.hpp.
+_HERE = """
+#include "cuda_on_cpu.hpp"
+thread_local Index gridDim;
+inline void cluster_sync_relaxed() { cluster_sync(); }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+template <int N>
+void load_written(u32 (&words)[N], bool inside, const void* from) {
+  for (u32& word : words) word = 0;
+  if (inside) std::memcpy(words, from, sizeof(words));
+}
+"""
+
+_ENTRY = """
+template <int Kind_, int Type_, int Dim, int Heads, int Scores>
+struct Tested {
+  static constexpr score_blocks::Kind kKind = static_cast<score_blocks::Kind>(Kind_);
+  static constexpr Type kType = static_cast<Type>(Type_);
+  static constexpr int kDim = Dim, kHeads = Heads, kWarps = 2, kScores = Scores;
+  static constexpr int kRows = Kind_ == 2 || (Kind_ == 0 && kType == Type::f32) ? 1 : 2;
+};
+template <class C>
+void score(const score_blocks::Args& a, u32 batch, int cluster) {
+  launch({1, a.kv_heads, batch}, cluster, 64, sizeof(score_blocks::Smem<C>), [&] {
+    gridDim = {u32(cluster), 1, 1};
+    score_blocks::run<C>(a);
+  });
+}
+template <int Type_, int Dim>
+struct Appended {
+  static constexpr Type kType = static_cast<Type>(Type_);
+  static constexpr int kDim = Dim, kWarps = 4;
+};
+template <int Type_, int Dim>
+void append(const append_keys::Args& a, u32 grid, u32 batch) {
+  launch({grid, batch, 1}, 1, 128, 8, [&] { append_keys::run<Appended<Type_, Dim>>(a); });
+}
+extern "C" void entry(const score_blocks::Args* a, u32 batch, int cluster, int number) {
+  switch (number) {
+CASES
+  }
+}
+extern "C" void append_entry(const append_keys::Args* a, u32 grid, u32 batch, int wide, int dim) {
+  if (dim == 64) wide ? append<2, 64>(*a, grid, batch) : append<0, 64>(*a, grid, batch);
+  if (dim == 128) wide ? append<2, 128>(*a, grid, batch) : append<0, 128>(*a, grid, batch);
+  if (dim == 256) wide ? append<2, 256>(*a, grid, batch) : append<0, 256>(*a, grid, batch);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel that is compiled: few threads, and room for few scores."""
+
+    kind: str
+    dtype: torch.dtype
+    dim: int
+    heads: int
+    scores: int = 512
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.dtype} dim {self.dim} heads {self.heads} scores {self.scores}"
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+VARIANTS = (
+    Variant("bound", BF16, 64, 1),
+    Variant("bound", BF16, 64, 4),
+    Variant("bound", BF16, 64, 2, 70),  # less than the rows: scored twice
+    Variant("bound", BF16, 128, 4),
+    Variant("bound", BF16, 256, 2),
+    Variant("bound", F32, 64, 4),
+    Variant("bound", F32, 128, 2),
+    Variant("mean", F32, 64, 4),
+    Variant("mean", F32, 128, 1),
+    Variant("mass", BF16, 64, 4),
+    Variant("mass", BF16, 128, 2, 24),
+    Variant("mass", F32, 64, 1),
+    Variant("mass", F32, 256, 4),
+)
+
+
+class Compiled:
+    """The kernels of `VARIANTS`, and those that take in keys."""
+
+    def __init__(self, folder: Path) -> None:
+        cases = "\n".join(
+            f"    case {number}: score<Tested<{plan.KINDS.index(t.kind)}, "
+            f"{2 if t.dtype == F32 else 0}, {t.dim}, {t.heads}, {t.scores}>>(*a, batch, cluster); "
+            "break;"
+            for number, t in enumerate(VARIANTS)
+        )
+        files = [ROOT / "src/hopsparse/ops/score_blocks" / name for name in FILES]
+        kernels = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        text = re.sub(r"^\s*#(include|pragma).*$", "", kernels, flags=re.MULTILINE)
+        shared = "extern __shared__ __align__(16) u8 memory[];"
+        text = text.replace(shared, "u8* memory = shared_memory();")
+        source, library = folder / "score.cpp", folder / "score.so"
+        source.write_text(_HERE + text + _ENTRY.replace("CASES", cases))
+        options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+        include = f"-I{Path(__file__).parent}"
+        subprocess.run(["g++", *options, include, "-o", str(library), str(source)], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def scores(self, tested: Variant, p: Problem, cluster: int, *, per_head: bool) -> Tensor:
+        """What the kernel writes; what it does not is 7."""
+        heads = p.q.shape[1] if per_head else p.blocks.low.shape[1]
+        scores = torch.full((p.q.shape[0], heads, p.blocks.low.shape[2]), 7.0)
+        wanted = Wanted(tested.kind, p.scale, per_head)
+        args = pack(scores, p.q, p.kept, p.lengths, p.blocks.block, wanted)
+        number = VARIANTS.index(tested)
+        self._library.entry(ctypes.byref(args), p.q.shape[0], cluster, number)
+        return scores
+
+    def append(
+        self, p: Problem, keys: Tensor, starts: Tensor, counts: Tensor | None = None
+    ) -> None:
+        """Take in keys [batch, new, kv_heads, dim]."""
+        args = pack_append(p.kept, keys, starts, counts, p.blocks.block)
+        batch, new, kv_heads, dim = keys.shape
+        grid = plan.append_grid(p.blocks.low.shape[2], p.blocks.block, kv_heads, new)
+        wide = int(keys.dtype == F32)
+        self._library.append_entry(ctypes.byref(args), grid, batch, wide, dim)

@@ -1,0 +1,210 @@
+"""The texts of the score_blocks and append_keys kernels, run by threads of the CPU.
+
+What this cannot see is the compiler's code for the GPU, its memory and its clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopsparse.errors import ArgumentError
+from hopsparse.ops import KeyBlocks, append_keys
+from hopsparse.ops.score_blocks import explain_scores, plan
+from hopsparse.ops.score_blocks.layout import refused_keys, refused_scores
+from hopsparse.plan import TARGETS
+from tests.helpers.block_scores import INF, NAN, Problem, assert_per_head, assert_shared, problem
+from tests.helpers.score_on_cpu import BF16, F32, VARIANTS, Compiled, Variant
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("scores"))
+
+
+def group_of(tested: Variant) -> int:
+    """One that does not fill the last round of heads, where there are rounds."""
+    return 6 if tested.heads == 4 else tested.heads
+
+
+@pytest.mark.parametrize("cluster", [1, 3])
+@pytest.mark.parametrize("tested", VARIANTS, ids=str)
+def test_scores_are_those_of_the_reference(kernel: Compiled, tested: Variant, cluster: int) -> None:
+    shape = (2, group_of(tested), tested.dim)
+    p = problem(shape, [0, 1, 700, 333], dtype=tested.dtype, count=46)
+    per_head = kernel.scores(tested, p, cluster, per_head=True)
+    assert_per_head(per_head, p, tested.kind)
+    assert_shared(kernel.scores(tested, p, cluster, per_head=False), per_head, 2)
+
+
+@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9]], ids=str)
+def test_more_blocks_of_threads_change_only_the_order_of_sums(
+    kernel: Compiled, tested: Variant
+) -> None:
+    p = problem((1, 4, tested.dim), [500], dtype=tested.dtype)
+    one, three = (kernel.scores(tested, p, cluster, per_head=True) for cluster in (1, 3))
+    assert torch.equal(one, three)
+    again = [kernel.scores(tested, p, 3, per_head=False) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("q_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[5]], ids=str)
+def test_queries_may_have_another_dtype(
+    kernel: Compiled, tested: Variant, q_dtype: torch.dtype
+) -> None:
+    p = problem((2, 4, tested.dim), [100, 37], dtype=tested.dtype, q_dtype=q_dtype)
+    assert_per_head(kernel.scores(tested, p, 2, per_head=True), p, tested.kind)
+
+
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9]], ids=str)
+def test_what_is_not_finite_shows_in_its_block_alone(
+    kernel: Compiled, tested: Variant, odd: float
+) -> None:
+    p = problem((2, 4, tested.dim), [300, 300], dtype=tested.dtype)
+    keys = p.keys[:, :, :300].transpose(1, 2).contiguous()
+    keys[1, 100, 0, 5] = odd
+    append_keys(p.blocks, keys, torch.zeros(2).int())
+    for per_head in (True, False):
+        scores = kernel.scores(tested, p, 2, per_head=per_head)
+        heads = 4 if per_head else 1
+        wrong = ~scores.isfinite()
+        assert wrong[1, :heads, 100 // 16].all()
+        assert int(wrong.sum()) == heads
+        if tested.kind != "mean":
+            assert (scores[wrong] != -INF).all()
+
+
+@pytest.mark.parametrize("tested", [VARIANTS[3], VARIANTS[8]], ids=str)
+def test_blocks_of_any_strides(kernel: Compiled, tested: Variant) -> None:
+    p = problem((2, 1, tested.dim), [200, 90], dtype=tested.dtype)
+    laid = []
+    for each in p.kept:
+        frame = torch.full((2, each.shape[2] + 1, 3, 2 * tested.dim), NAN, dtype=each.dtype)
+        room = frame[:, 1:, :2, : tested.dim].transpose(1, 2)
+        laid.append(room.copy_(each))
+    other = replace(p, blocks=KeyBlocks(laid[0], laid[1], laid[2], p.blocks.block))
+    assert refused_scores(p.q, other.kept, 16, tested.kind) is None
+    mine = kernel.scores(tested, other, 2, per_head=False)
+    assert torch.equal(mine, kernel.scores(tested, p, 2, per_head=False))
+
+
+def test_lengths_out_of_range_are_taken_as_the_nearest(kernel: Compiled) -> None:
+    p = problem((1, 1, 64), [160, 160, 160])
+    broken = replace(p, lengths=torch.tensor([-5, 2**31 - 1, 160]).int())
+    scores = kernel.scores(VARIANTS[0], broken, 2, per_head=False)
+    assert (scores[0] == -INF).all()
+    right = kernel.scores(VARIANTS[0], p, 2, per_head=False)
+    assert torch.equal(scores[1:], right[1:])
+
+
+# ---- append_keys ---------------------------------------------------------------------------
+
+
+def cleared(p: Problem) -> Problem:
+    """Room for the same, where an earlier sequence left NaN."""
+    kept = [torch.full_like(each, NAN) for each in p.kept]
+    return replace(p, blocks=KeyBlocks(kept[0], kept[1], kept[2], p.blocks.block))
+
+
+def assert_same(mine: Problem, other: Problem) -> None:
+    """The same bits, and what was not touched is not."""
+    for ours, theirs in zip(mine.kept, other.kept, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dim", plan.DIMS)
+def test_keys_in_portions_are_kept_as_the_reference_does(
+    kernel: Compiled, dim: int, dtype: torch.dtype
+) -> None:
+    p = problem((3, 1, dim), [150, 150], dtype=dtype)
+    ours, theirs = cleared(p), cleared(p)
+    done = torch.tensor([0, 7]).int()
+    for new, counts in ((1, None), (40, [40, 3]), (1, None), (1, [0, 1]), (70, [65, 70])):
+        keys = torch.randn(2, new, 3, dim).to(dtype)
+        given = None if counts is None else torch.tensor(counts).int()
+        kernel.append(ours, keys, done, given)
+        append_keys(theirs.blocks, keys, done, given)
+        assert_same(ours, theirs)
+        done = done + (new if given is None else given)
+
+
+def test_keys_of_any_strides_and_places_that_no_block_has(kernel: Compiled) -> None:
+    p = problem((2, 1, 64), [64, 64])
+    frame = torch.full((2, 2, 20, 128), NAN, dtype=BF16)
+    keys = frame[..., 64:].transpose(1, 2)
+    keys.copy_(torch.randn(2, 20, 2, 64))
+    ours, theirs = cleared(p), cleared(p)
+    assert refused_keys(ours.kept, keys, 16) is None
+    # The first begins before there are tokens, the second goes on where there is no room.
+    starts = torch.tensor([-3, 50]).int()
+    kernel.append(ours, keys, starts)
+    append_keys(
+        theirs.blocks, keys[:, :14], torch.tensor([0, 50]).int(), torch.tensor([0, 14]).int()
+    )
+    append_keys(theirs.blocks, keys[:, 3:], torch.tensor([0, 0]).int(), torch.tensor([17, 0]).int())
+    assert_same(ours, theirs)
+
+
+def test_a_key_that_is_nan_or_infinite_is_kept(kernel: Compiled) -> None:
+    p = problem((1, 1, 64), [64], dtype=F32)
+    keys = torch.randn(1, 40, 1, 64)
+    keys[0, 5, 0, 0], keys[0, 6, 0, 1], keys[0, 20, 0, 2] = NAN, INF, -INF
+    ours, theirs = cleared(p), cleared(p)
+    kernel.append(ours, keys, torch.tensor([0]).int())
+    append_keys(theirs.blocks, keys, torch.tensor([0]).int())
+    assert_same(ours, theirs)
+    assert ours.blocks.low[0, 0, 0, 0].isnan()
+    assert ours.blocks.high[0, 0, 0, 1] == INF
+
+
+# ---- plans ---------------------------------------------------------------------------------
+
+
+def test_every_kernel_has_room() -> None:
+    specs = plan.every_spec()
+    assert len({spec.name for spec in specs}) == len(specs)
+    # Two blocks of threads share an SM.
+    assert all(2 * spec.smem_bytes <= TARGETS["h200"].smem_per_block for spec in specs)
+    with pytest.raises(ArgumentError, match="heads=3"):
+        plan.spec_for(plan.Shape("bound", "bfloat16", 128, 3), 8)
+    with pytest.raises(ArgumentError, match="cluster 4"):
+        plan.spec_for(plan.Shape("bound", "bfloat16", 128, 4), 4)
+    with pytest.raises(ArgumentError, match="dim 96"):
+        plan.append_spec_for("bfloat16", 96)
+
+
+def test_a_warp_for_every_block_that_tokens_may_touch() -> None:
+    for block in (1, 16, 64):
+        for new in (1, 2, 15, 16, 17, 64, 65, 300):
+            most = max((start + new - 1) // block - start // block + 1 for start in range(block))
+            warps = plan.append_grid(10_000, block, 8, new) * plan.APPEND_WARPS
+            assert most * 8 <= warps < most * 8 + plan.APPEND_WARPS
+
+
+def unaligned(each: Tensor) -> Tensor:
+    flat = torch.zeros(each.numel() + 1, dtype=each.dtype)
+    return flat[1:].view(each.shape)
+
+
+def test_what_no_kernel_takes_is_told() -> None:
+    p = problem((2, 4, 64), [64])
+    low, high, total = p.kept
+    assert refused_scores(p.q, p.kept, 16, "bound") is None
+    assert "16 bytes" in str(refused_scores(p.q, (unaligned(low), high, total), 16, "mass"))
+    assert refused_scores(p.q, (unaligned(low), high, total), 16, "mean") is None
+    assert "16 bytes" in str(refused_keys(p.kept, unaligned(p.keys.transpose(1, 2)), 16))
+    assert "share" in str(refused_keys((low[:1].expand(3, -1, -1, -1), high, total), p.keys, 16))
+    wide = problem((1, 17, 64), [64])
+    assert "17 query heads" in str(refused_scores(wide.q, wide.kept, 16, "bound"))
+    odd = problem((1, 1, 96), [64])
+    assert "heads of 96" in str(refused_scores(odd.q, odd.kept, 16, "bound"))
+    assert explain_scores(p.q, p.blocks).name == "reference"
+    with pytest.raises(ArgumentError, match="kind"):
+        explain_scores(p.q, p.blocks, "max")
