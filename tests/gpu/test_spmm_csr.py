@@ -16,10 +16,10 @@ from hopsparse.ops.spmm_csr import dispatch, plan, plan_matmul
 from hopsparse.ops.spmm_csr.plan import every_spec
 from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact, few, poison
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
-
 # torch says once in a process what it leaves unchecked, also where a call asks for the checks.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CS. tensor support:UserWarning", "ignore:Sparse invariant checks:UserWarning"
+)
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 DTYPE = pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 # Every team, whole and in part: 16 bytes are 4 or 8 features.

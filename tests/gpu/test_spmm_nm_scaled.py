@@ -11,7 +11,7 @@ from torch import Tensor
 from hopsparse.formats import NM
 from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
 from hopsparse.measure.error import finish_bound, gamma, gated_bound, unit_roundoff
-from hopsparse.ops import Scaling, interleave_gate_up, spmm_nm_scaled
+from hopsparse.ops import Scaling, interleave_gate_up, pack_nm, spmm_nm_scaled
 from hopsparse.ops.spmm_nm.chosen import one_of
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
@@ -99,6 +99,16 @@ def test_16_bit_results_leave_by_lines(kind: str, config: Config, device: torch.
         y = spmm_nm_scaled(NM.from_dense(dense), x, scaling, config=config)
         expected = exact(right, dense) * of_x.double() * of_w.double().T
         assert torch.equal(y, expected.bfloat16()), (tokens, out, k)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_more_rows_than_other_grids_took(tokens: int, device: torch.device) -> None:
+    """W 59136 x 8192, which is 56 times the same rows."""
+    rows = two_four(1056, 8192, E4M3, device)
+    w, x = pack_nm(rows.repeat(56, 1)), integers((tokens, 8192), E4M3, device)
+    assert w.shape == (59136, 8192)
+    y = spmm_nm_scaled(w, x)
+    assert (y.view(tokens, 56, 1056) == exact(x, rows).bfloat16()[:, None]).all()
 
 
 def test_sums_of_int8_are_exact_at_their_ends(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hopsparse.compiler import cache as compiler_cache
+from hopsparse.errors import UnsupportedError
 from hopsparse.formats import NM, NMPattern
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm
@@ -283,3 +284,20 @@ def test_graphs_capture_the_kernel_and_follow_the_weight(
     layer.values.mul_(2)
     graph.replay()
     assert torch.equal(y, exact(x, layer.to_dense()))
+
+
+def test_tuning_is_refused_inside_a_capture_which_goes_on(
+    layer: SparseLinear, here: Machine, device: torch.device
+) -> None:
+    x = inputs(TOKENS, device)
+    want = layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+            tune_problem(PROBLEM, "bfloat16", device=device)
+        y = layer(x)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, want)
+    assert not Store.default().get(key_of(PROBLEM, "bfloat16", here)).measured

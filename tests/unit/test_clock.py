@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -21,6 +21,10 @@ from hopsparse.measure.clock import (
     time_side_by_side,
     turns,
 )
+from hopsparse.ops.spmm_nm.cost import Problem
+from hopsparse.ops.spmm_nm.scaled.plan import numbers_for
+from hopsparse.ops.spmm_nm.scaled.tuning import tune_scaled
+from hopsparse.ops.spmm_nm.tuning import tune_problem
 
 L2 = 60 << 20
 
@@ -111,6 +115,29 @@ def test_without_a_gpu_timing_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="sees no GPU"):
         time_side_by_side([Contender("one", [int])])
+
+
+def test_nothing_is_measured_or_tuned_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "device": lambda where: nullcontext(where),
+        "is_current_stream_capturing": lambda: True,
+    }
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, fact)
+    ran: list[int] = []
+    for refused in (
+        lambda: time_side_by_side([Contender("one", [lambda: ran.append(1)])]),
+        lambda: tune_problem(Problem(16, 64, 64), "bfloat16"),
+        lambda: tune_scaled(Problem(16, 64, 64), numbers_for("int8")),
+    ):
+        with pytest.raises(UnsupportedError, match="a measurement while a CUDA graph is captured"):
+            refused()
+    assert not ran
 
 
 class Node:

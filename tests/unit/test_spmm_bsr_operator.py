@@ -63,6 +63,8 @@ def test_epilogues(act: str, out_dtype: torch.dtype) -> None:
         ({"act": "swish"}, "act='swish'. Required: one of relu, gelu, gelu_tanh, silu, or None"),
         ({"out_dtype": torch.int8}, "out_dtype=torch.int8. Required: torch.float16, as x is"),
         ({"residual": torch.zeros(8).half()}, r"residual \[8\] of torch.float16"),
+        ({"residual": 0}, "residual of type int. Required: a tensor"),
+        ({"bias": [0.0] * 16}, "bias of type list. Required: a tensor"),
         ({"residual": torch.zeros(3, 16)}, r"residual \[3, 16\] of torch.float32 on cpu"),
         ({"bias": torch.zeros(1, 16).half()}, r"bias of shape \[1, 16\]. Required: \[16\]"),
         ({"bias": torch.zeros(16)}, "bias is torch.float32 on cpu. Required: torch.float16"),

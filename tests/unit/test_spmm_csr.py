@@ -14,7 +14,7 @@ from torch import Tensor
 from hopsparse.errors import ArgumentError, FormatError, UnsupportedError
 from hopsparse.formats import CSC, CSR, HYB, SparseMatrix, convert
 from hopsparse.measure.error import product_bound
-from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr
+from hopsparse.ops import COMPUTE_DTYPES, csr_matmul, sddmm_csr, spmm_csr
 from hopsparse.ops.spmm_csr import dispatch, op, plan_matmul
 from tests.helpers.edges import SHAPES, counts_matrix, disordered, exact
 
@@ -268,6 +268,12 @@ class TestRefusals:
     def test_features_that_do_not_fit(self, x: Tensor, told: str) -> None:
         with pytest.raises(ArgumentError, match=told):
             csr_matmul(self.a, x)
+
+    def test_what_is_no_tensor(self) -> None:
+        with pytest.raises(ArgumentError, match="spmm_csr: x of type list. Required: a tensor"):
+            spmm_csr(self.a, [1.0] * 4)
+        with pytest.raises(ArgumentError, match="spmm_csr: bias of type float"):
+            spmm_csr(self.a, torch.ones(1, 4), bias=1.0)
 
     @pytest.mark.parametrize(
         "a", [torch.eye(4), torch.eye(4).to_sparse(), None, torch.eye(4).expand(2, 4, 4)]

@@ -113,6 +113,8 @@ X = torch.zeros(TOKENS, K).to(BF16)
         ({"x": X[:, 1:]}, "x [11, 47]"),
         ({"x": X.float()}, "x [11, 48] torch.float32"),
         ({"x": X[None]}, "x [1, 11, 48]"),
+        ({"x": X.tolist()}, "x of type list"),
+        ({"bias": 1.0}, "bias of type float"),
         ({"bias": torch.zeros(OUT).to(BF16)}, "bias [64]"),
         ({"bias": torch.zeros(EXPERTS, OUT)}, "bias [3, 64] torch.float32"),
         ({"act": "tanh"}, "act='tanh'"),

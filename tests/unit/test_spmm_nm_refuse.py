@@ -40,6 +40,8 @@ def weight(dtype: torch.dtype = torch.float16) -> NM:
         ({"bias": torch.zeros(3).half()}, r"bias of shape \[3\]. Required: \[8\]"),
         ({"bias": torch.zeros(16).half()}, r"bias of shape \[16\]. Required: \[8\]"),
         ({"bias": torch.zeros(1, 8).half()}, r"bias of shape \[1, 8\]. Required: \[8\]"),
+        ({"bias": [0.0] * 8}, "bias of type list. Required: a tensor"),
+        ({"residual": 0}, "residual of type int. Required: a tensor"),
         ({"bias": torch.zeros(8)}, "bias is torch.float32 on cpu. Required: torch.float16"),
         ({"config": "128x64"}, "config of type str. Required: a Config"),
         ({"config": (2, 1, 64, 2, 6)}, "config of type tuple"),
@@ -52,6 +54,12 @@ def test_what_means_nothing_is_refused(arguments: dict[str, Any], told: str) -> 
         spmm_nm(weight(), torch.ones(3, 16).half(), **arguments)
     assert caught.value.got.startswith("spmm_nm: ")
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("x", [None, [1.0] * 16, np.ones((3, 16), np.float16)])
+def test_what_is_no_tensor_is_refused(x: Any) -> None:
+    with pytest.raises(ArgumentError, match="spmm_nm: x of type .*. Required: a tensor"):
+        spmm_nm(weight(), x)
 
 
 def test_a_tile_and_any_number_are_taken() -> None:

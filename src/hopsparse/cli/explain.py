@@ -223,8 +223,8 @@ def _block(tile: dict[str, Any]) -> list[tuple[str, str]]:
         ("shared memory", f"{smem} bytes in {tile['stages']} stages, {left} bytes left"),
         (
             "registers",
-            f"{producer} a thread of the producer, {consumers[0]} of {len(consumers)} consumer "
-            f"warpgroups, {tile['threads']} threads",
+            f"{producer} a thread of the producer, {consumers[0]} of "
+            f"{_counted(len(consumers), 'consumer warpgroup')}, {tile['threads']} threads",
         ),
         ("cluster", "{} x {} x {} blocks, out x tokens x k".format(*tile["cluster"])),
     ]

@@ -188,7 +188,7 @@ def gpu(device: torch.device | int | None = None) -> torch.device:
     """The GPU to measure on.
 
     Raises:
-        UnsupportedError: There is none, or torch sees none.
+        UnsupportedError: There is none, torch sees none, or its current stream is being captured.
     """
     if not torch.cuda.is_available():
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
@@ -197,12 +197,18 @@ def gpu(device: torch.device | int | None = None) -> torch.device:
             need="an NVIDIA GPU and a build of torch that runs on it",
             hint="hopsparse doctor, which says what is missing",
         )
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.device(device.type, index)
+    index = device if device is None or isinstance(device, int) else device.index
+    where = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    # Measuring waits, which would fail inside the capture and spoil it.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with torch.cuda.device(where):
+            if torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    "a measurement while a CUDA graph is captured",
+                    need="a current stream that is not captured",
+                    hint="measure or tune before the capture",
+                )
+    return where
 
 
 @dataclass(frozen=True)

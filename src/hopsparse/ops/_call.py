@@ -12,10 +12,30 @@ from ._product import decompress, product
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_TENSOR_OR_NONE = (type(None), Tensor)
 
 # Asked at every call: looked up once, they take two thirds of the time.
 _modes_of_torch, _traces = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _has_transforms, _dual = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
+
+
+def check_tensors(op: str, x: object, bias: object = None, residual: object = None) -> None:
+    """Refuse by name what is no tensor, before anything asks for its shape.
+
+    Raises:
+        ArgumentError: It says which, and what came.
+    """
+    if isinstance(x, Tensor) and isinstance(bias, _TENSOR_OR_NONE):
+        if isinstance(residual, _TENSOR_OR_NONE):
+            return
+        name, given = "residual", residual
+    else:
+        name, given = ("bias", bias) if isinstance(x, Tensor) else ("x", x)
+    raise ArgumentError(
+        f"{op}: {name} of type {type(given).__name__}",
+        need="a tensor",
+        hint=f"torch.as_tensor({name})",
+    )
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...errors import ArgumentError
 from ...formats.bsr import BSR
-from .._call import check_epilogue, is_plain, is_transformed
+from .._call import check_epilogue, check_tensors, is_plain, is_transformed
 from .._product import Plan, check_inputs, check_weight, decompress, is_hopper
 from . import reference
 from .dispatch import traced
@@ -71,6 +71,7 @@ def spmm_bsr(
         >>> spmm_bsr(w, torch.ones(1, 32)).unique()
         tensor([16.])
     """
+    check_tensors("spmm_bsr", x, bias, residual)
     activation, out_dtype = act or "none", out_dtype or x.dtype
     if config is not None or type(alpha) not in _NUMBERS:
         _check_choices(alpha, config)

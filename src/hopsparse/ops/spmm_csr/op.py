@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ...errors import ArgumentError, FormatError, UnsupportedError
 from ...formats import HYB, SparseMatrix, convert
 from ...formats.csr import CSC, CSR
+from .._call import check_tensors
 from .._product import (
     COMPUTE_DTYPES,
     Plan,
@@ -63,6 +64,7 @@ def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
         >>> spmm_csr(w, torch.ones(1, 2))
         tensor([[5., 0.]])
     """
+    check_tensors("spmm_csr", x, bias)
     check_product("spmm_csr", w, x, bias, CSR)
     if _gathers(w, x):
         tokens = x.reshape(-1, w.shape[1])

@@ -78,7 +78,7 @@ def tune_problem(
         What is known of the class by names of `named_candidates`, also from earlier runs.
 
     Raises:
-        UnsupportedError: There is no GPU, or it is no H100 or H200.
+        UnsupportedError: There is no GPU, it is no H100 or H200, or a CUDA graph is being captured.
     """
     from .device import forget_launches
 
@@ -105,7 +105,7 @@ def gpu_to_tune(device: torch.device | int | None) -> tuple[torch.device, Machin
         device: A GPU; None is the current one.
 
     Raises:
-        UnsupportedError: There is no GPU, or it is no H100 or H200.
+        UnsupportedError: There is no GPU, it is no H100 or H200, or a CUDA graph is being captured.
     """
     from ...launch import device_facts
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....errors import ArgumentError
 from ....formats.nm import NM
+from ..._call import check_tensors
 from ..._product import Plan, check_weight
 from ..facts import PlainCall
 from ..kernel import MOST_EXPERTS, PANEL, Config
@@ -63,6 +64,7 @@ def spmm_nm_experts(
         >>> spmm_nm_experts(w, torch.ones(4, 64), offs)[:, 0].tolist()
         [1.0, 65.0, 65.0, 0.0]
     """
+    check_tensors(_OP, x, bias)
     activation, out_dtype = act or "none", out_dtype or x.dtype
     check_weight(_OP, w, NM)
     _check_offs(w, offs)

@@ -75,7 +75,7 @@ def tune_scaled(
         What is known of the class by names of `named_scaled_candidates`, also from earlier runs.
 
     Raises:
-        UnsupportedError: There is no GPU, or it is no H100 or H200.
+        UnsupportedError: There is no GPU, it is no H100 or H200, or a CUDA graph is being captured.
     """
     from .device import forget_scaled_launches
 
