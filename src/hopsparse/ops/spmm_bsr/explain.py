@@ -57,13 +57,13 @@ class Explanation:
             kept: Whether the decoded weight would be kept between calls, as `SparseLinear` does.
         """
         p, d = self.problem, self.decision
-        name = "the kernel" if d.is_measured else "the kernel of small blocks"
+        small = isinstance(d.config, FragmentConfig)
+        name = "the kernel of small blocks" if small else "the kernel"
         runs = f"{name}, tile {d.config.name}" if d.uses_kernel(kept=kept) else "dense"
         others = ", ".join(f"{config.name} {us:.1f}" for config, us in self.others)
-        never = "" if d.is_measured else " (never timed)"
         return [
             f"spmm_bsr, {p.out} x {p.k}, {p.tokens} tokens, {self.target.name}: {runs}",
-            f"predicted: kernel {d.kernel_us:.1f} us{never}, dense {d.dense_us:.1f}, to decode w "
+            f"predicted: kernel {d.kernel_us:.1f} us, dense {d.dense_us:.1f}, to decode w "
             f"{d.decoding_us:.1f}; the floor is {self.floor_us:.1f}",
             f"other tiles: {others}",
             f"{self.strips} strips of {d.config.rows} rows, gathered in {self.width} columns: "

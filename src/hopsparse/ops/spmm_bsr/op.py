@@ -153,8 +153,8 @@ def _planned(w: BSR, x: Tensor, *, kept: bool) -> Plan:
         return Plan("spmm_bsr", "dense", f"{reason}; w is decoded at every call")
     decision = decided(w, x)
     if decision.uses_kernel(kept=kept):
-        by = "wgmma" if decision.is_measured else "mma.sync"
-        return Plan("spmm_bsr", "kernel", f"{by}, {decision.why(kept=kept)}; gradients run dense")
+        why = f"{decision.instruction}, {decision.why(kept=kept)}"
+        return Plan("spmm_bsr", "kernel", f"{why}; gradients run dense")
     return Plan("spmm_bsr", "dense", f"{decision.why(kept=kept)}; w is decoded at every call")
 
 
