@@ -8,24 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._paged import PagedKV
+from .._paged import cache_of
 from . import reference
-
-#: How the arguments travel: a cache is [keys, values, table, lengths] and [scale, two of keys and
-#: values].
-Parts = tuple[list[Tensor], list[float]]
-
-
-def parts_of(cache: PagedKV, scale: float) -> Parts:
-    """A cache as the operator takes it."""
-    tensors = [cache.keys, cache.values, cache.table, cache.lengths]
-    return tensors, [scale, cache.key_scale, cache.value_scale]
-
-
-def cache_of(tensors: list[Tensor], scales: list[float]) -> PagedKV:
-    """The way back."""
-    keys, values, table, lengths = tensors
-    return PagedKV(keys, values, table, lengths, scales[1], scales[2])
 
 
 def run_reference(

@@ -14,6 +14,7 @@
 //
 // Bound: bytes of keys and values. A tile of 8 KB (dim 128) is due every 436 clocks of an SM, which
 // could issue 1744 instructions meanwhile, and issues about 330. docs/design/0008 has the budget.
+// On an H200 62 to 64 % of the rate of a copy at 8 sequences of 2,048 tokens, 90 % at 32.
 
 #include "./facts.cuh"
 #include "./merge.cuh"

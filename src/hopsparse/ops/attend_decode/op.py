@@ -12,15 +12,17 @@ from .._attention import checked_scale, refuse_gradients
 from .._paged import (
     QUERY_DTYPES,
     PagedKV,
+    cache_of,
     check_block,
     check_cache,
     check_heads,
     check_listed,
     check_whole_numbers,
     looks_at_values,
+    parts_of,
 )
 from .._product import is_dense, is_hopper, told
-from .dispatch import cache_of, parts_of, register_on_gpu, run_reference, traced
+from .dispatch import register_on_gpu, run_reference, traced
 
 
 def attend_decode(

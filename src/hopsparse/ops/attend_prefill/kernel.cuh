@@ -10,7 +10,7 @@
 //              are multiplied beside the values of this one, and the warpgroups take turns
 //   grid       persistent; order.cuh says which items come first, a counter who has the next
 // 128 x 128 x 128 takes the tensor cores 2048 clocks for 64 KiB of keys and values.
-// Not run on a GPU yet.
+// On an H200 544 to 615 TFLOP/s on kept blocks (docs/ops/attend_prefill.md).
 
 #include "epilogue/value.cuh"
 #include "pipe/ring.cuh"

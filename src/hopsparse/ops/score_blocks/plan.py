@@ -13,12 +13,8 @@ from ...plan.spec import KernelSpec
 DIMS, MOST_GROUP = (64, 128, 256), 16
 #: Query heads that a row of a block meets at once; more of them come four by four.
 HEADS = (1, 2, 4)
-#: Blocks of threads of a cluster: where heads of keys fill the GPU, as a rule, and where there are
-#: few of them.
+#: Blocks of threads of a cluster: for many heads of keys, for few, and for few that are long.
 CLUSTERS = (2, 8, 16)
-#: Blocks of threads for each SM, two of which run at once, from which on clusters are small: each
-#: has its start to pay for.
-MOST_BLOCKS = 4
 KINDS = ("bound", "mean", "mass")
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 #: Tokens of a block, at most: with more of them the slack of float32 is as large as the scores.
@@ -26,7 +22,10 @@ MOST_TOKENS = 1 << 20
 
 WARPS = 8
 _SCORES = 8192  # of a block of threads that are kept
-_FEW_ROWS = 256
+_BLOCKS_PER_SM = 2
+# Beside clusters of 8 those of 16 lost 0.76 us with room for 512 blocks of keys and won 0.28 with
+# room for 2048: a straight line between them crosses zero at 1630.
+_FEW_ROWS = 1630
 
 # Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
 # ahead, and the cluster.
@@ -186,21 +185,25 @@ APPEND_WARPS = 4
 def clusters_for(pairs: int, rows: int, sm_count: int) -> tuple[int, ...]:
     """Clusters to try in turn: a large one must be able to run for all pairs at once.
 
+    Clusters of 8 as long as all of them run at once, else of 2, since a second wave has its start
+    to pay for; of 16 where they run at once too and there are many rows. Straight lines through
+    times on an H200 (benchmarks/results/h200/attention_scores.jsonl, 8 and 64 pairs) put the step
+    from 8 to 2 at 26 pairs of 512 rows and at 50 of 2048; all at once means up to 33.
+
     Args:
         pairs: Heads of keys of all sequences.
         rows: Blocks of keys that there is room for, of each.
         sm_count: Of the GPU.
 
     Example:
-        >>> clusters_for(8, 2048, 132), clusters_for(64, 2048, 132), clusters_for(256, 512, 132)
+        >>> clusters_for(8, 2048, 132), clusters_for(8, 512, 132), clusters_for(64, 2048, 132)
         ((16, 8), (8,), (2,))
     """
     small, usual, large = CLUSTERS
-    if pairs * usual > MOST_BLOCKS * sm_count:
+    at_once = _BLOCKS_PER_SM * sm_count
+    if pairs * usual > at_once:
         return (small,)
-    # Rows that the usual one scores in a step or two leave nothing for more blocks of threads.
-    several = rows > _FEW_ROWS and pairs * large <= 2 * sm_count
-    return (large, usual) if several else (usual,)
+    return (large, usual) if rows > _FEW_ROWS and pairs * large <= at_once else (usual,)
 
 
 def append_grid(blocks: int, block: int, kv_heads: int, new: int) -> int:
