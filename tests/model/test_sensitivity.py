@@ -157,16 +157,21 @@ def test_rounded_inputs_count_as_error() -> None:
 
 def test_every_layer_is_measured_in_every_form(folder: Path, options: SensitivityOptions) -> None:
     steps: list[Progress] = []
+    forms = (*FORMS, "dense+int8")
     found = measure_sensitivity(
-        str(folder), Recipe(), FORMS, options=options, progress=steps.append
+        str(folder), Recipe(), forms, options=options, progress=steps.append
     )
     assert len(found.layers) == 21
-    assert all(tuple(layer.costs) == FORMS for layer in found.layers.values())
+    assert all(tuple(layer.costs) == forms for layer in found.layers.values())
     for layer in found.layers.values():
         assert layer.costs["dense"] == 0
         assert all(cost > 0 for form, cost in layer.costs.items() if form != "dense")
-    total = {form: sum(layer.costs[form] for layer in found.layers.values()) for form in FORMS}
-    assert total["6:8"] < total["2:4"] < total["2:4+int8"] * 1.01
+    total = {form: sum(layer.costs[form] for layer in found.layers.values()) for form in forms}
+    assert total["6:8"] < total["2:4"]
+    # Costs are squares of distances. That of int8 goes on top of 2:4's in a direction of its own,
+    # so it may shorten it too; rounding while pruning is up to as far off as rounding alone.
+    step = total["2:4+int8"] ** 0.5 - total["2:4"] ** 0.5
+    assert abs(step) <= 2 * total["dense+int8"] ** 0.5
     assert found.kept_dense == {"lm_head": "outside the blocks"}
     assert found.decoder.head == (257, 32)
     assert (found.decoder.blocks, found.decoder.kv_width) == (3, 16)
