@@ -24,9 +24,9 @@ from .packed import Packed, pack
 from .pattern import ByMemory, Pattern, Patterns
 
 #: Most tokens that run in tiles, and the least density of a weight: below, its few entries may
-#: gather faster than all its bits are counted. Estimated: on an H200 tiles take 23 us for a token and
-#: 66 for 64 at a density of 0.1, and less below; at 0.05 calls of which some gathered took 44 and 85
-#: (docs/ops/spmm_csr.md). Gathers take 0.6 times as long at half the entries.
+#: gather faster than all its bits are counted. Estimated: on an H200 tiles take 23 us for a token
+#: and 66 for 64 at a density of 0.1, and less below; at 0.05 calls of which some gathered took 44
+#: and 85 (docs/ops/spmm_csr.md). Gathers take 0.6 times as long at half the entries.
 TILE_TOKENS, TILE_DENSITY = 64, 0.03
 TILE_DTYPES = (torch.bfloat16, torch.float16)
 _PATTERNS = Patterns()
