@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from hopsparse.compiler import KernelCache
+from hopsparse.errors import UnsupportedError
 from hopsparse.formats import CSR
 from hopsparse.launch import capture
 from hopsparse.measure.error import product_bound
+from hopsparse.nn import SparseLinear
 from hopsparse.ops import COMPUTE_DTYPES, Case, spmm_csr
-from hopsparse.ops.spmm_csr import dispatch, plan
+from hopsparse.ops.spmm_csr import dispatch, layers, plan
 from hopsparse.ops.spmm_csr.plan import every_spec
 from tests.helpers.edges import few, poison
+from tests.helpers.prepared import refuse_to_compile
 from tests.helpers.products import CASES, dense_weight
+from tests.helpers.waiting import nothing_waits
 
 DTYPE = pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 
@@ -109,3 +113,91 @@ def test_a_captured_weight_is_that_of_the_capture(device: torch.device) -> None:
     assert torch.equal(spmm_csr(w, x), 2 * want)  # packed anew
     graph.replay()
     assert torch.equal(graph.outputs, want)
+
+
+class TestLayers:
+    """Of 16384 x 4096, the smallest shape that layers run in tiles."""
+
+    def layer(self, device: torch.device, kept: float = 0.1) -> SparseLinear:
+        torch.manual_seed(0)
+        shape = (layers.ROWS, layers.COLUMNS)
+        dense = torch.randint(1, 3, shape, device=device).bfloat16()
+        dense *= torch.rand(shape, device=device) < kept
+        bias = torch.randint(-4, 5, shape[:1], device=device).bfloat16()
+        return SparseLinear(CSR.from_dense(dense), bias).requires_grad_(False)
+
+    def tokens(self, count: int, device: torch.device) -> torch.Tensor:
+        return torch.randint(-2, 3, (count, layers.COLUMNS), device=device).bfloat16()
+
+    @pytest.mark.parametrize("kept", [0.04, 0.2])
+    def test_few_tokens_are_those_of_the_operator(self, kept: float, device: torch.device) -> None:
+        layer = self.layer(device, kept)
+        for count in (1, 3, 8, 9, 16):
+            x = self.tokens(count, device)
+            assert torch.equal(layer(x), spmm_csr(layer.matrix, x, bias=layer.bias))
+            said = layer.plan(x)
+            assert said.name == "kernel"
+            assert "measured to be faster than dense up to 16 tokens" in said.why
+            assert "packed once and kept" in said.why
+        x = self.tokens(16, device)
+        want = x.double() @ layer.to_dense().double().T + layer.bias.double()
+        assert torch.equal(layer(x), want.bfloat16())
+        assert layer._kept_weight() is None
+        assert layer.plan(self.tokens(17, device)).name == "dense"
+        layer(self.tokens(17, device))
+        assert layer._kept_weight() is not None
+
+    def test_more_values_and_other_shapes_run_dense(self, device: torch.device) -> None:
+        assert self.layer(device, 0.3).plan(self.tokens(1, device)).name == "dense"
+        small = SparseLinear(CSR.from_dense(torch.eye(4096, device=device).bfloat16()))
+        assert small.plan(self.tokens(1, device)).name == "dense"
+
+    def test_a_capture_reads_what_it_was_and_a_call_what_it_is(self, device: torch.device) -> None:
+        layer, x = self.layer(device), self.tokens(5, device)
+        graph = capture(lambda: layer(x))
+        x.copy_(self.tokens(5, device))
+        want = layer(x)
+        layer.values.neg_()
+        layer.bias.neg_()
+        assert torch.equal(layer(x), -want)
+        layer.bias.neg_()
+        graph.replay()
+        assert torch.equal(graph.outputs, want)
+
+    def test_after_one_call_captures_of_all_counts_need_no_kernel(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        layer = self.layer(device)
+        layer.prepare(16)
+        refuse_to_compile(monkeypatch)
+        for count in (1, 8, 16):
+            x = self.tokens(count, device)
+            want = spmm_csr(layer.matrix, x, bias=layer.bias)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layer(x)
+            y.zero_()
+            graph.replay()
+            assert torch.equal(y, want)
+
+    def test_a_first_call_in_a_capture_is_refused_or_dense(self, device: torch.device) -> None:
+        layer, x = self.layer(device), self.tokens(4, device)
+        x[:, 32:] = 0  # sums that are exact in 16 bits, however the dense product adds them
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+                layer(x)
+            x.clone()
+        layer(self.tokens(64, device))  # decoded, not packed
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+    def test_a_later_call_waits_for_nothing(self, device: torch.device) -> None:
+        layer, x = self.layer(device), self.tokens(2, device)
+        first = layer(x)
+        with nothing_waits():
+            second = layer(x)
+        assert torch.equal(first, second)

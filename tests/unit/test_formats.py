@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -229,6 +231,16 @@ def test_csr_to_and_from_torch_shares_memory():
     wide = CSR.from_torch(csr.to_dense().to_sparse_csr())  # int64 indices
     assert wide.indices.dtype == wide.indptr.dtype == torch.int32
     assert torch.equal(wide.to_dense(), csr.to_dense())
+
+
+def test_csr_to_torch_warns_of_nothing():
+    """In a process of its own: torch warns once in each."""
+    code = """
+import torch
+from hopsparse.formats import CSR
+assert CSR.from_dense(torch.eye(3)).to_torch().layout == torch.sparse_csr
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,13 @@ def test_tokens_are_copied_only_where_a_lane_cannot_read_four_columns() -> None:
 def test_a_weight_that_is_kept_is_found_until_it_changes() -> None:
     w = CSR.from_dense(weight(64, 64, 0.3))
     parts = (w.indptr, w.indices, w.values)
-    known = dispatch._packed_of(*parts, 64)
+    known = dispatch.packed_of(*parts, 64)
     assert known is not None
-    assert dispatch._packed_of(*parts, 64) is known
+    assert dispatch.packed_of(*parts, 64) is known
     assert dispatch.known_packed(*parts, 64) == (True, known)
     w.values[0] = 9
     assert dispatch.known_packed(*parts, 64) == (False, None)
-    again = dispatch._packed_of(*parts, 64)
+    again = dispatch.packed_of(*parts, 64)
     assert again is not None
     assert (again.values != known.values).sum() == 1
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_packed_is_asked_for_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dispatch, "pack", lambda *given: asked.append(given))
     w = CSR.from_dense(weight(64, 64, 0.3))
     for _ in range(3):
-        assert dispatch._packed_of(w.indptr, w.indices, w.values, 64) is None
+        assert dispatch.packed_of(w.indptr, w.indices, w.values, 64) is None
     assert len(asked) == 1
 
 

@@ -233,8 +233,10 @@ class CSR(_Compressed):
     def to_torch(self) -> Tensor:
         """Return a `torch.sparse_csr` tensor that shares the values and, if int32, the pointers."""
         with warnings.catch_warnings():
-            # torch says once in a process that this layout is in beta.
-            warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
+            # torch says once in a process that this layout is in beta, and may say that checks are
+            # off, although the call says so itself.
+            for said in ("Sparse CSR tensor support", "Sparse invariant checks are implicitly"):
+                warnings.filterwarnings("ignore", said, UserWarning)
             return torch.sparse_csr_tensor(
                 self.indptr,
                 self.indices.to(self.indptr.dtype),

@@ -165,7 +165,7 @@ def work(product: Product, tokens: int) -> Work:
 def weight_bytes(product: Product) -> int:
     """Bytes of the stored weight: values, indices, and the scales of its scheme.
 
-    csr, csc and hyb count as dense, which is also how they run.
+    csr, csc and hyb count as dense, which is how layers run them, but for few tokens by csr.
 
     Example:
         >>> weight_bytes(Product((64, 64), fmt="nm", pattern="2:4")) / (64 * 64 * 2)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError
-from ..formats import BSR, NM, Attribute, Quantized, SparseMatrix
+from ..formats import BSR, CSR, NM, Attribute, Quantized, SparseMatrix
 from ..launch import hold
 from ..ops._call import apply_activation
 from ..ops._product import (
@@ -31,7 +31,6 @@ from ..ops.spmm_nm.ahead import load as load_nm
 from ..ops.spmm_nm.cost import counted
 from ..ops.spmm_nm.dense import DenseCounts, counts_of
 from ._ahead import prepare_kernels
-from ._blocks import product_of_blocks
 from ._codes import codes_plan, product_of_codes, put_together, rounded, takes_codes
 from ._kept import MadeOf, decoded, kept_plan, may_keep, still_there
 from ._parts import (
@@ -43,6 +42,7 @@ from ._parts import (
     stored,
     values_only,
 )
+from ._tiles import prepare_tiles, product_by_kernel
 
 # Of each format that has them: the operator, its plan, and the plan of a layer that keeps a decoded
 # weight. The others run as the plain product.
@@ -65,15 +65,15 @@ class SparseLinear(nn.Module):
     A 2:4 weight of 16-bit values, or of codes of a scheme with a kernel (docs/quant.md), runs it on
     a Hopper GPU, and nothing is decoded; except for token counts where `hopsparse tune` measured
     dense to be faster (docs/ops/spmm_nm.md). So does a weight in blocks where its kernel is
-    predicted to beat dense (docs/ops/spmm_bsr.md). There, and with every other weight, the first
-    call decodes it and later calls multiply with what it made: the time of the dense layer, and its
-    memory on top of the stored matrix. The decoded weight has the dtype of the values on every
-    device (2 bytes an entry in bfloat16; `plan(x).describe()` says how many in all) and is never
-    saved, copied or moved. It is dropped when a part is another tensor or was changed in place;
-    only edits through `.data` go unnoticed.
-    `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call instead,
-    or runs the kernel where there is one. So do compiled calls, values that need a gradient, and
-    parts made in inference mode, whose changes torch does not count.
+    predicted to beat dense (docs/ops/spmm_bsr.md), and a large CSR weight up to 16 tokens, where
+    it was measured to (docs/ops/spmm_csr.md). Else the first call decodes the weight and later
+    calls multiply with what it made: the time of the dense layer, and its memory on top of the
+    stored matrix. The decoded weight has the dtype of the values on every device (2 bytes an entry
+    in bfloat16; `plan(x).describe()` says how many in all) and is never saved, copied or moved. It
+    is dropped when a part is another tensor or was changed in place; only edits through `.data` go
+    unnoticed. `SparseLinear.keep_decoded = False`, on the class or a module, decodes at every call
+    instead, or runs the kernel where there is one. So do compiled calls, values that need a
+    gradient, and parts made in inference mode, whose changes torch does not count.
 
     A `Quantized` matrix without a kernel is multiplied as codes * scales, in float32 where x is
     float32, else rounded to its dtype, with inputs that its scheme rounds first. A cast changes the
@@ -88,9 +88,9 @@ class SparseLinear(nn.Module):
     runs, it runs there. `hopsparse.graphs.fuse_activations` sets it. It is no part of the
     checkpoint.
 
-    A CUDA graph captures calls of a layer that was called once before. One that was not refuses,
+    A CUDA graph captures calls that were made once before, with as many tokens. Others refuse,
     because decoding reads counts back from the GPU. A 2:4 layer with a kernel always captures that:
-    its replays read the parts as they are then. Those of blocks read them as of the last call.
+    its replays read the parts as they are then. Others read them as of the last call.
 
     Args:
         matrix: The weight, in any format.
@@ -107,7 +107,7 @@ class SparseLinear(nn.Module):
     bias: nn.Parameter | None
     keep_decoded: bool = True
     act: str | None = None
-    _assembled: SparseMatrix | None
+    _assembled: object  # The matrix, or what a helper made of its parts; None: not yet.
     _dense_counts: DenseCounts  # Of what was assembled last.
 
     def __init__(self, matrix: SparseMatrix, bias: Tensor | None = None) -> None:
@@ -235,6 +235,8 @@ class SparseLinear(nn.Module):
             UnsupportedError: A CUDA graph is being captured.
         """
         matrix = self.matrix
+        if isinstance(matrix, CSR) and prepare_tiles(self, counted(max_tokens)):
+            return
         decodes = prepare_kernels(matrix, counted(max_tokens), self.bias, self.act)
         if decodes and self._may_keep(matrix) and self._kept_weight() is None:
             self._decode(matrix)
@@ -293,7 +295,9 @@ class SparseLinear(nn.Module):
             if takes_codes(form, x, self.bias):
                 return product_of_codes(put_together(self, form), x, self.bias, act)
             x = rounded(x, form, self._buffers.get("input_scale"))
-        elif isinstance(form, BSR) and (y := product_of_blocks(self, form, x, act)) is not None:
+        elif (
+            isinstance(form, BSR | CSR) and (y := product_by_kernel(self, form, x, act)) is not None
+        ):
             return y
         return apply_activation(self._run_decoded(x), act or "none")
 

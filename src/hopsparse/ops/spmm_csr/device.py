@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
-from ...launch import KnownLaunches, current_stream, kernel_for
+from ...launch import Kernel, KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
 from . import tiles
 from .packed import Packed, rows_for_lanes
@@ -167,6 +168,21 @@ def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def load_tiles(values: Tensor, token_tiles: Sequence[int]) -> None:
+    """Compile and load the kernels of `multiply_tiles` whose units have the smallest room.
+
+    Args:
+        values: Of a weight on a Hopper GPU.
+        token_tiles: Blocks of eight tokens, of each kernel.
+
+    Raises:
+        CompileError, UnsupportedError: As for `multiply`.
+    """
+    for count in token_tiles:
+        spec = tiles.tile_spec(NAMES[values.dtype], count, tiles.ROOMS[0])
+        _loaded(spec, values.get_device())
+
+
 def multiply_spec(at: Indices, x: Tensor) -> KernelSpec:
     """The kernel that `multiply` runs for an x that is laid out."""
     features = x.shape[1]
@@ -198,9 +214,12 @@ def _launch(
     key = (spec, grid, content, device, stream)
     bound = _BOUND.get(key)
     if bound is None:
-        kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
-        bound = _BOUND.keep(key, kernel.bind(grid, content, stream))
+        bound = _BOUND.keep(key, _loaded(spec, device).bind(grid, content, stream))
     bound()
+
+
+def _loaded(spec: KernelSpec, device: int) -> Kernel:
+    return kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
 
 
 def _check_tiles(tiles: int, features: int) -> None:

@@ -23,11 +23,12 @@ from . import reference
 from .packed import Packed, pack
 from .pattern import ByMemory, Pattern, Patterns
 
-#: Most tokens that run in tiles, and the least density of a weight: below, its few entries gather
-#: faster than all its bits are counted. Estimated from bytes and instructions, not measured.
-TILE_TOKENS, TILE_DENSITY = 64, 0.05
-
-_TILE_DTYPES = (torch.bfloat16, torch.float16)
+#: Most tokens that run in tiles, and the least density of a weight: below, its few entries may
+#: gather faster than all its bits are counted. Estimated: on an H200 tiles take 23 us for a token
+#: and 66 for 64 at a density of 0.1, and less below; at 0.05 calls of which some gathered took 44
+#: and 85 (docs/ops/spmm_csr.md). Gathers take 0.6 times as long at half the entries.
+TILE_TOKENS, TILE_DENSITY = 64, 0.03
+TILE_DTYPES = (torch.bfloat16, torch.float16)
 _PATTERNS = Patterns()
 _PACKED = ByMemory["Packed | None"]()
 # What captured graphs read: never dropped, whatever becomes of the tensors that it was made of.
@@ -47,7 +48,7 @@ def pattern_of(indptr: Tensor, indices: Tensor, cols: int) -> Pattern:
         found = _PATTERNS.make(indptr, indices, cols)
         finish_decoding(found.schedule.spans)
         _PATTERNS.keep(found, (indptr, indices), cols)  # Last: threads may take it from now on.
-    _pin(found, _PATTERNS, (indptr, indices), cols)
+    pin(found, indices, lambda: _PATTERNS.find((indptr, indices), cols) is found)
     return found
 
 
@@ -106,7 +107,7 @@ def _sddmm_csr(indptr: Tensor, indices: Tensor, u: Tensor, x: Tensor) -> Tensor:
 def suits_tiles(entries: int, shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> bool:
     """Whether tensor cores shall multiply so many tokens by a weight, if it may be packed."""
     enough = entries >= TILE_DENSITY * shape[0] * shape[1]
-    return dtype in _TILE_DTYPES and tokens <= TILE_TOKENS and enough
+    return dtype in TILE_DTYPES and tokens <= TILE_TOKENS and enough
 
 
 def may_pack(indptr: Tensor, indices: Tensor, values: Tensor) -> bool:
@@ -127,7 +128,7 @@ def known_packed(
     return _PACKED.has(parts, cols), _PACKED.find(parts, cols)
 
 
-def _packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
+def packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed | None:
     """The weight in tiles, packed at the first call with its three tensors."""
     parts = (indptr, indices, values)
     tried, found = known_packed(*parts, cols)
@@ -137,18 +138,29 @@ def _packed_of(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Pa
         if found is not None:
             finish_decoding(found.values)
         _PACKED.keep(found, parts, cols)
-    _pin(found, _PACKED, parts, cols)
+    pin(found, indices, lambda: _PACKED.find(parts, cols) is found)
     return found
 
 
-def _pin(found: object, known: ByMemory[Any], parts: tuple[Tensor, ...], cols: int) -> None:
-    """Keep what a capture reads for as long as its graph, if one is under way."""
+def pin(found: object, where: Tensor, is_current: Callable[[], bool]) -> None:
+    """Keep what a capture reads for as long as its graph, if one is under way.
+
+    Args:
+        found: What is read, or None.
+        where: A tensor of the same device.
+        is_current: Whether it is still right.
+    """
     if found is None:
         return
     if is_holding():
-        hold(found, lambda: known.find(parts, cols) is found)
-    elif parts[0].is_cuda and is_capturing(parts[0].get_device()):
+        hold(found, is_current)
+    elif is_captured(where):
         _CAPTURED[id(found)] = found
+
+
+def is_captured(where: Tensor) -> bool:
+    """Whether a CUDA graph is captured on the device of this tensor."""
+    return where.is_cuda and is_capturing(where.get_device())
 
 
 def _spmm_csr(
@@ -159,7 +171,7 @@ def _spmm_csr(
     packs = packs and may_pack(indptr, indices, values)
     if packs and runs_kernel(x) and suits_tiles(indices.numel(), shape, tokens, x.dtype):
         pattern_of(indptr, indices, k)  # checks the indices
-        packed = _packed_of(indptr, indices, values, k)
+        packed = packed_of(indptr, indices, values, k)
         if packed is not None:
             from .device import multiply_tiles
 
@@ -173,7 +185,7 @@ def refuse_in_capture(indices: Tensor) -> None:
     Raises:
         UnsupportedError: One is.
     """
-    if indices.is_cuda and is_capturing(indices.get_device()):
+    if is_captured(indices):
         raise UnsupportedError(
             "a CSR matrix that is new, while a CUDA graph is captured",
             need="a matrix whose indices were used before, forwards and backwards as in the graph",

@@ -8,7 +8,7 @@
 // same: no atomics, so that equal calls give equal bits.
 //
 // Bound: bytes. An entry gathers features * bytes of x, from L2 if all of x fits there, else mostly
-// from memory; its column and value are read once a tile. Not measured yet.
+// from memory; its column and value are read once a tile. Measured: docs/ops/spmm_csr.md.
 
 #include "./stream.cuh"
 

@@ -97,6 +97,19 @@ def pack(indptr: Tensor, indices: Tensor, values: Tensor, cols: int) -> Packed |
     )
 
 
+def fullest_unit(indptr: Tensor, indices: Tensor, cols: int) -> int:
+    """Most entries of a unit of a CSR matrix whose indices are right. It waits for the device.
+
+    Example:
+        >>> fullest_unit(torch.tensor([0, 3]), torch.tensor([3, 4, 70]), 100)
+        2
+    """
+    row, col = torch.repeat_interleave(indptr.diff()), indices.long()
+    if not col.numel():
+        return 0
+    return int(torch.bincount(row // UNIT * -(-cols // UNIT) + col // UNIT).max())
+
+
 def rows_for_lanes(x: Tensor) -> Tensor:
     """Tokens of which a lane can read four columns at once; copied only where they are not that.
 
