@@ -29,6 +29,11 @@ def softmax_product(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return out, (top + sums.log()).squeeze(-1)
 
 
+def empty_results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """What attention of q gives, by shape: out and the LSE; the rule of both operators."""
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def checked_scale(op: str, scale: float | None, dim: int) -> float:
     """The scale of q.k, 1 / sqrt(dim) if None.
 

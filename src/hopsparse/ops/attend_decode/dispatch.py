@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._attention import empty_results
 from .._paged import cache_of
 from . import reference
 
@@ -25,10 +26,6 @@ def run_reference(
     return reference.attend_decode(q, cache, indices, counts, block, scales[0])
 
 
-def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
 # Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
 _LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -37,7 +34,7 @@ _LIBRARY.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("attend_decode", run_reference, "CPU")
-torch.library.register_fake("hopsparse::attend_decode", _results, lib=_LIBRARY)
+torch.library.register_fake("hopsparse::attend_decode", empty_results, lib=_LIBRARY)
 traced: Callable[..., tuple[Tensor, Tensor]] = torch.ops.hopsparse.attend_decode.default
 
 

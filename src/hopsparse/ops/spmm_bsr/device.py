@@ -9,10 +9,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from ...compiler import KernelCache
 from ...errors import ArgumentError
 from ...formats.bsr import BSR
-from ...launch import Bound, Kernel, current_stream, encode, kernel_for, max_active_blocks
+from ...launch import Bound, Kernel, current_stream, encode, max_active_blocks
 from ...plan import Target, parse_target
 from ...tune import machine_of
 from .fragments_device import fragment_launch_for, run_fragments
@@ -26,11 +25,12 @@ from .launching import (
     address,
     as_float32,
     check_sizes,
+    loaded,
     on_16_bytes,
     readable,
     rows_for_tma,
 )
-from .plan import Problem, spec_of
+from .plan import Problem
 from .ready import keep_for_graph, layout_of, ready, takes_fragments
 from .schedule import raster_group, rows_of_x, token_tiles
 from .strips import Strips
@@ -166,15 +166,7 @@ def launch_for(
     """
     count = strips * token_tiles(config, problem.tokens)
     check_sizes(problem, count)
-    spec = spec_of(
-        config,
-        problem.out,
-        NAMES[dtype],
-        out_dtype=NAMES[epilogue.out_dtype],
-        activation=epilogue.activation,
-        residual=epilogue.has_residual,
-    )
-    kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+    kernel = loaded(config, problem, dtype, epilogue, device)
     return Launch(kernel, config, problem, strips, NAMES[dtype])
 
 

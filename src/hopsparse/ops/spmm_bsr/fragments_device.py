@@ -8,10 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...compiler import KernelCache
 from ...errors import ArgumentError
 from ...formats.bsr import BSR
-from ...launch import Bound, Kernel, current_stream, encode, kernel_for, max_active_blocks
+from ...launch import Bound, Kernel, current_stream, encode, max_active_blocks
 from .fragments import STRIPS, Fragments
 from .fragments_cost import rows_of_x
 from .fragments_kernel import SCALARS, FragmentConfig
@@ -23,10 +22,11 @@ from .launching import (
     address,
     as_float32,
     check_sizes,
+    loaded,
     on_16_bytes,
     readable,
 )
-from .plan import Problem, spec_of
+from .plan import Problem
 from .ready import keep_for_graph, layout_of, ready_fragments
 from .schedule import raster_group, token_tiles
 
@@ -136,15 +136,7 @@ def fragment_launch_for(
         CompileError: The kernel does not compile.
     """
     check_sizes(problem, pairs * STRIPS * token_tiles(config, problem.tokens))
-    spec = spec_of(
-        config,
-        problem.out,
-        NAMES[dtype],
-        out_dtype=NAMES[epilogue.out_dtype],
-        activation=epilogue.activation,
-        residual=epilogue.has_residual,
-    )
-    kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+    kernel = loaded(config, problem, dtype, epilogue, device)
     return FragmentLaunch(kernel, config, problem, pairs, NAMES[dtype])
 
 

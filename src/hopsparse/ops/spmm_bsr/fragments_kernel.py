@@ -11,9 +11,9 @@ from ...errors import ArgumentError
 from ...plan import KernelSpec, target
 from ...plan.budget import check, warpgroup_registers
 from .fragments import SLAB, SLOTS, STRIPS, TILE
+from .kernel import TYPES, variant_name
 
 MAP_BYTES = 128
-_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SMEM_BYTES = target("h200").smem_per_block
 # As many as leave 60 KiB of L1 to what is on its way there.
 _MOST_STAGES = 10
@@ -130,12 +130,9 @@ def spec_for(
     """
     out = out_dtype or dtype
     direct = direct or out == "float32"
-    words = [activation] if activation != "none" else []
-    words += [out] if out != dtype else []
-    words += ["residual"] * residual + ["direct"] * direct
     spec = KernelSpec(
         op="spmm_bsr",
-        name=" ".join([_TYPES[dtype], config.name, *words]),
+        name=variant_name(config.name, dtype, out, activation, residual, direct),
         kernel="ops/spmm_bsr/fragments.cuh",
         text=_text(config, dtype, out, activation, residual, direct),
         entry="spmm_bsr_fragments",
@@ -162,7 +159,7 @@ struct Config {{
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {str(direct).lower()}, kResidual = {str(residual).lower()};
   static constexpr Activation kActivation = Activation::{activation};
-  static constexpr Type kNumbers = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out]};
+  static constexpr Type kNumbers = Type::{TYPES[dtype]}, kOut = Type::{TYPES[out]};
 }};
 
 static_assert(sizeof(spmm_bsr::Args) == {ARGS_BYTES}, "Args of fragments.cuh and Python differ");

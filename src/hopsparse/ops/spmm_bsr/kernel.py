@@ -18,7 +18,7 @@ STEP = 64  # columns of k that are multiplied at a time, wherever they come from
 WIDTHS = (64, 32, 16)
 MAP_BYTES = 128
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SMEM_BYTES = target("h200").smem_per_block
 _MOST_STAGES = 8
 # The columns of a step and of the next are in registers: 24 spill where a step has four places.
@@ -158,12 +158,9 @@ def spec_for(
     """
     out = out_dtype or dtype
     direct = direct or out == "float32"
-    words = [activation] if activation != "none" else []
-    words += [out] if out != dtype else []
-    words += ["residual"] * residual + ["direct"] * direct
     spec = KernelSpec(
         op="spmm_bsr",
-        name=" ".join([_TYPES[dtype], config.name, *words]),
+        name=variant_name(config.name, dtype, out, activation, residual, direct),
         kernel="ops/spmm_bsr/kernel.cuh",
         text=_text(config, dtype, out, activation, residual, direct),
         entry="spmm_bsr_kernel",
@@ -175,6 +172,21 @@ def spec_for(
     producer, consumer = warpgroup_registers(_CONSUMERS, least=_PRODUCER_REGISTERS)
     check(spec, target("h200"), (producer, *[consumer] * _CONSUMERS))
     return spec
+
+
+def variant_name(
+    tile: str, dtype: str, out: str, activation: str, residual: bool, direct: bool
+) -> str:
+    """A kernel by its tile and what is compiled into it, of either kind of tile.
+
+    Example:
+        >>> variant_name("64x256x1x64_s5", "bfloat16", "float32", "relu", False, True)
+        'bf16 64x256x1x64_s5 relu float32 direct'
+    """
+    words = [activation] if activation != "none" else []
+    words += [out] if out != dtype else []
+    words += ["residual"] * residual + ["direct"] * direct
+    return " ".join([TYPES[dtype], tile, *words])
 
 
 def _text(
@@ -190,8 +202,8 @@ struct Config {{
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
   static constexpr bool kDirect = {_cpp(direct)}, kResidual = {_cpp(residual)};
   static constexpr Activation kActivation = Activation::{activation};
-  static constexpr Type kNumbers = Type::{_TYPES[dtype]}, kOut = Type::{_TYPES[out]};
-{dense_product(_TYPES[dtype], config.tokens, config.panels)}
+  static constexpr Type kNumbers = Type::{TYPES[dtype]}, kOut = Type::{TYPES[out]};
+{dense_product(TYPES[dtype], config.tokens, config.panels)}
 }};
 
 static_assert(sizeof(spmm_bsr::Args) == {ARGS_BYTES}, "Args of kernel.cuh and kernel.py differ");

@@ -9,9 +9,12 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ...compiler import KernelCache
 from ...errors import ArgumentError, UnsupportedError
-from ...launch import Element, KnownLaunches
-from .schedule import Problem
+from ...launch import Element, Kernel, KnownLaunches, kernel_for
+from .fragments_kernel import FragmentConfig
+from .kernel import Config
+from .plan import Problem, spec_of
 
 # The kernels count in 32 bits, up to the end of the last tile or round.
 _LONGEST = 2**31 - 2**13
@@ -53,6 +56,37 @@ def check_sizes(problem: Problem, items: int) -> None:
             need=f"at most {_LONGEST} of each",
             hint="x, or w, in pieces",
         )
+
+
+def loaded(
+    config: Config | FragmentConfig,
+    problem: Problem,
+    dtype: torch.dtype,
+    epilogue: Epilogue,
+    device: int,
+) -> Kernel:
+    """The kernel of a tile, compiled and loaded where that was not done before.
+
+    Args:
+        config: The tile, of either kernel.
+        problem: Sizes.
+        dtype: Of x and w.
+        epilogue: What happens to the sums.
+        device: Ordinal of the GPU.
+
+    Raises:
+        UnsupportedError: No driver, another GPU, or a graph is captured and it is not loaded yet.
+        CompileError: It does not compile.
+    """
+    spec = spec_of(
+        config,
+        problem.out,
+        NAMES[dtype],
+        out_dtype=NAMES[epilogue.out_dtype],
+        activation=epilogue.activation,
+        residual=epilogue.has_residual,
+    )
+    return kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
 
 
 def as_float32(alpha: float) -> float:
