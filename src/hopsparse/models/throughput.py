@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Phase:
 
 
 _LEAST_S = 1.1
+_LATE = "left out: no time"
 
 PHASES = (
     Phase("prefill", 1, 2048),
@@ -98,6 +100,7 @@ def race(
     phases: Iterable[Phase] = PHASES,
     *,
     rounds: int = 10,
+    seconds: float | None = None,
 ) -> Iterator[Found]:
     """Time every way in every phase; each has the GPU for itself, and a model of its own.
 
@@ -108,9 +111,14 @@ def race(
         ways: Ways to run it.
         phases: What is timed.
         rounds: Timed runs of each; the median counts.
+        seconds: What begins later than that is left out, and says so; None: nothing is.
     """
     timed = list(phases)
+    until = float("inf") if seconds is None else time.monotonic() + seconds
     for way in ways:
+        if time.monotonic() > until:
+            yield from (Found(way.name, each.name, error=_LATE) for each in timed)
+            continue
         model = make()
         try:
             way.prepare(model)
@@ -120,6 +128,9 @@ def race(
         device = next(model.parameters()).device
         for phase in timed:
             emptied(device)
+            if time.monotonic() > until:
+                yield Found(way.name, phase.name, error=_LATE)
+                continue
             try:
                 yield _timed(way, phase, model, device, rounds)
             except Exception as error:
@@ -165,48 +176,53 @@ def prepared(
     """
     from transformers import StaticCache
 
+    from .static_attention import STATIC, room_for
+
     network: Any = model
     texts = torch.randint(network.config.vocab_size, (phase.batch, phase.tokens), device=device)
-    cache = StaticCache(config=network.config, max_cache_len=phase.tokens + 64)
+    cache = StaticCache(config=network.config, max_cache_len=room_for(phase.tokens + 1))
     name = cache_argument(network)
     forward = torch.compile(network, dynamic=False) if way.compiled else network
+    # Compiled code cannot ask whether a cache is empty, and would attend through a mask: that the
+    # kernel for causal attention runs, in dense models too, ours has to tell.
+    told = way.captured and phase.kind == "prefill"
+    network.set_attn_implementation(STATIC if told or way.attention else "sdpa")
+    options: dict[str, Any] = {"from_empty": True} if told else {}
 
     def call(ids: Tensor, through: Any = forward) -> Tensor:
-        logits: Tensor = through(ids, use_cache=True, logits_to_keep=1, **{name: cache}).logits
+        given = options | {name: cache, "use_cache": True, "logits_to_keep": 1}
+        logits: Tensor = through(ids, **given).logits
         return logits
 
-    @torch.no_grad()
-    def prefill() -> object:
-        cache.reset()
-        return call(texts)
-
-    if phase.kind == "prefill":
-        return prefill, 0
     with torch.no_grad():
-        call(texts, network)
-    last = texts[:, -1:].contiguous()
-
+        call(texts, network)  # A cache takes its memory at the first call, which none may trace.
     if not counts_on_device(cache):
         raise UnsupportedError(
             "a cache that counts its tokens on the host, as with sliding windows",
             need="a model that attends to all that came before",
-            hint="hopsparse bench model with --decode ''",
+            hint="hopsparse bench model --config llama-3-8b",
         )
-    # A step leaves the cache one longer: it is set back, so that every step has one context.
     lengths = [layer.cumulative_length for layer in cache.layers]
+    last = texts[:, -1:].contiguous()
+
+    @torch.no_grad()
+    def prefill(ids: Tensor) -> Tensor:
+        torch._foreach_zero_(lengths)
+        return call(ids)
 
     @torch.no_grad()
     def step(ids: Tensor) -> Tensor:
         logits = call(ids)
-        for length in lengths:
-            length.sub_(1)
+        # It leaves the cache one longer: set back, every step has one context.
+        torch._foreach_sub_(lengths, 1)
         return logits
 
+    timed, ids = (prefill, texts) if phase.kind == "prefill" else (step, last)
     if not way.captured:
-        return lambda: step(last), 0
-    captured = capture(step, last, reuse_outputs=True)
+        return lambda: timed(ids), 0
+    captured = capture(timed, ids, reuse_outputs=True)
     early = sum(each.early for each in captured.recordings.values())
-    return lambda: captured(last), early
+    return lambda: captured(ids), early
 
 
 def _told(error: Exception) -> str:
