@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..graphs import Captured, capture
 from .fused import FusedBlocks, fuse_blocks
-from .rules import family_of
 
 if TYPE_CHECKING:
     from .opened import OpenedModel
 
+_PAGE = 64  # tokens: our attention reads a cache of whole pages where it lies
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no character yet
 
 
@@ -79,7 +79,6 @@ class Generator:
     fuse: bool = True
     fused: FusedBlocks | None = field(default=None, init=False)
     written: int = field(default=0, init=False)
-    _first: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         from transformers import StaticCache
@@ -92,15 +91,8 @@ class Generator:
                 need=f"2 to its context of {context}",
                 hint="fewer new tokens, or a shorter prompt",
             )
-        from .static_attention import STATIC, room_for
-
         self._model, self._device = model, next(model.parameters()).device
-        # Where attention is that of "sdpa", tokens that are there are read alone.
-        self._attention = model.config._attn_implementation
-        if self._attention == "sdpa" and is_known(model):
-            model.set_attn_implementation(STATIC)
-            self._first["from_empty"] = True
-        room = room_for(self.max_tokens)
+        room = -(-self.max_tokens // _PAGE) * _PAGE
         self._cache = StaticCache(config=model.config, max_cache_len=room)
         self._cache_name, self._turn = cache_argument(model), 0
         self._step: Captured | Callable[[Tensor], Tensor] | None = None
@@ -118,8 +110,6 @@ class Generator:
         """Free the graph, and give the model back as it was."""
         if isinstance(self._step, Captured):
             self._step.release()
-        if self._first:
-            self._model.set_attn_implementation(self._attention)
         if self.fused is not None:
             self.fused.undo()
 
@@ -181,8 +171,7 @@ class Generator:
         step = self._decode_step()
         with torch.no_grad():
             self._cache.reset()
-            prompt = torch.tensor([ids], device=self._device)
-            logits = self._forward(prompt, **self._first)
+            logits = self._forward(torch.tensor([ids], device=self._device))
         for count in range(1, most + 1):
             token = chosen(logits, sampling, draws)
             number, self.written = int(token), count
@@ -209,25 +198,16 @@ class Generator:
                 self._step = capture(self._forward, first, reuse_outputs=True)
         return self._step
 
-    def _forward(self, ids: Tensor, **told: bool) -> Tensor:
+    def _forward(self, ids: Tensor) -> Tensor:
         """Logits [vocabulary] of the token behind the last of ids [1, tokens]."""
         cache = {self._cache_name: self._cache}
-        logits: Tensor = self._model(ids, use_cache=True, **cache, **told).logits
+        logits: Tensor = self._model(ids, use_cache=True, **cache).logits
         return logits[0, -1]
 
     def _end_tokens(self) -> set[int]:
         config = getattr(self._model, "generation_config", None) or self._model.config
         ends = config.eos_token_id
         return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def is_known(model: Any) -> bool:
-    """Whether a model is of a family whose blocks are known, so that they pass on what is told."""
-    try:
-        family_of(str(getattr(model.config, "model_type", "")))
-    except UnsupportedError:
-        return False
-    return True
 
 
 def counts_on_device(cache: Any) -> bool:

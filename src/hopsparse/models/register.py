@@ -17,7 +17,7 @@ _hooked = False
 
 
 def register() -> None:
-    """Enter the method "hopsparse" and both attentions as soon as transformers is imported."""
+    """Enter the method and the attention "hopsparse" as soon as transformers is imported."""
     global _hooked
     if not _hooked:
         _hooked = True
@@ -35,4 +35,3 @@ def _enter_quantizer(_: ModuleType) -> None:
 def _enter_attention(_: ModuleType) -> None:
     with contextlib.suppress(ImportError):
         from . import attention as attention
-        from . import static_attention as static_attention
