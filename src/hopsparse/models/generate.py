@@ -18,6 +18,7 @@ from .fused import FusedBlocks, fuse_blocks
 if TYPE_CHECKING:
     from .opened import OpenedModel
 
+_PAGE = 64  # tokens: our attention reads a cache of whole pages where it lies
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no character yet
 
 
@@ -91,7 +92,8 @@ class Generator:
                 hint="fewer new tokens, or a shorter prompt",
             )
         self._model, self._device = model, next(model.parameters()).device
-        self._cache = StaticCache(config=model.config, max_cache_len=self.max_tokens)
+        room = -(-self.max_tokens // _PAGE) * _PAGE
+        self._cache = StaticCache(config=model.config, max_cache_len=room)
         self._cache_name, self._turn = cache_argument(model), 0
         self._step: Captured | Callable[[Tensor], Tensor] | None = None
         if self.fuse:
