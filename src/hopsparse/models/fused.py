@@ -1,8 +1,9 @@
 """Blocks of a language model with fewer launches: layers that share their inputs are one product.
 
 q, k and v become one product, gate and up another with SwiGLU in its kernel, and the norm ahead of
-layers that round their inputs goes into that rounding. The code of the model stays as it is: its
-modules are replaced by ones that answer in the same way.
+layers that round their inputs goes into that rounding. Attention reads a cache of a fixed size
+where it lies. The code of the model stays as it is: its modules are replaced by ones that answer in
+the same way.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
             hint="AutoModelForCausalLM.from_pretrained(...)",
         ) from None
     done, uses = FusedBlocks(), uses_of(model)
+    done._undo.append(_attend_to_a_cache(model))
     try:
         for path in paths:
             for norm, names in family.scales:
@@ -131,6 +133,13 @@ def _add_to_stream(
     if names:
         done._undo.append(add_in_kernels(block, names))
         done.adding += [f"{path}.{name}" for name in names]
+
+
+def _attend_to_a_cache(model: nn.Module) -> Callable[[], None]:
+    """Kernels of ours over a cache of a fixed size; returns the way back."""
+    from .cached_attention import install  # It needs transformers, which made this model.
+
+    return install(model)
 
 
 class _UnderWay(NamedTuple):

@@ -176,21 +176,23 @@ def prepared(
     """
     from transformers import StaticCache
 
-    from .static_attention import STATIC, room_for
+    from . import cached_attention, rival_attention
 
     network: Any = model
     texts = torch.randint(network.config.vocab_size, (phase.batch, phase.tokens), device=device)
-    cache = StaticCache(config=network.config, max_cache_len=room_for(phase.tokens + 1))
+    cache = StaticCache(config=network.config, max_cache_len=_room_for(phase.tokens + 1))
     name = cache_argument(network)
     forward = torch.compile(network, dynamic=False) if way.compiled else network
-    # Compiled code cannot ask whether a cache is empty, and would attend through a mask: that the
-    # kernel for causal attention runs, in dense models too, ours has to tell.
-    told = way.captured and phase.kind == "prefill"
-    network.set_attn_implementation(STATIC if told or way.attention else "sdpa")
-    options: dict[str, Any] = {"from_empty": True} if told else {}
+    if way.attention:
+        cached_attention.install(network)
+    elif way.captured and phase.kind == "prefill":
+        # Else compiled code would attend through a mask, and graphs could not ask whether they may.
+        network.set_attn_implementation(rival_attention.IMPLEMENTATION)
+    else:
+        network.set_attn_implementation("sdpa")
 
     def call(ids: Tensor, through: Any = forward) -> Tensor:
-        given = options | {name: cache, "use_cache": True, "logits_to_keep": 1}
+        given = {name: cache, "use_cache": True, "logits_to_keep": 1}
         logits: Tensor = through(ids, **given).logits
         return logits
 
@@ -223,6 +225,11 @@ def prepared(
     captured = capture(timed, ids, reuse_outputs=True)
     early = sum(each.early for each in captured.recordings.values())
     return lambda: captured(ids), early
+
+
+def _room_for(tokens: int) -> int:
+    """Of a cache; our attention reads one of whole pages where it lies."""
+    return -(-tokens // 64) * 64
 
 
 def _told(error: Exception) -> str:
