@@ -41,7 +41,7 @@ from .sparse24_codes import (
 )
 
 _METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
-_PARTS = ("shape", "compressed", "bitmask")
+PARTS = ("shape", "compressed", "bitmask")
 _VERSION = "0.14.0"
 _MASK = ".bitmask"
 # Two-dimensional weights that are no nn.Linear.
@@ -201,7 +201,7 @@ def _import_tensors(
         own = [key for key in ("compressed", "bitmask") if f"{module}.{key}" in stored]
         has_scales = scheme is not None and f"{module}.weight_scale" in stored
         found: SparseMatrix | str = ""
-        if part in _PARTS and own:
+        if part in PARTS and own:
             # Parts may lie in different shards: one speaks for all three.
             if part == own[0]:
                 codes = scheme if has_scales else None
@@ -271,7 +271,7 @@ def read_packed(reader: CheckpointReader, module: str, scheme: Scheme | None = N
         CheckpointError: A part is missing or damaged, or values are no codes of the scheme.
         UnsupportedError: Its values are 8-bit, without a scheme.
     """
-    shape, values, mask = (reader.load(f"{module}.{part}") for part in _PARTS)
+    shape, values, mask = (reader.load(f"{module}.{part}") for part in PARTS)
     if scheme is None:
         _check_dtype(module, values.dtype)
     else:
