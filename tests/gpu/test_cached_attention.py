@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import hopsparse
 from hopsparse.graphs import capture
 from hopsparse.ops.attend_decode import device as decode_device
 from hopsparse.ops.attend_prefill import device as prefill_device
+from hopsparse.ops.rope_append import device as rope_device
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,3 +90,24 @@ def test_a_captured_step_serves_every_length(device: torch.device) -> None:
     right = logits(model, texts, (60, *[1] * 140), 256)
     torch.testing.assert_close(torch.cat(found, 1), right[:, 60:], atol=0, rtol=0)
     graph.release()
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+@torch.no_grad()
+def test_fused_blocks_write_what_unfused_ones_do(
+    scheme: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of a text, positions and cache in the kernel, a captured step among them."""
+    ran: list[str] = []
+    monkeypatch.setattr(rope_device, "run", _telling(rope_device.run, "rope", ran))
+    model = tiny(device, 64, 2)
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
+    model.requires_grad_(False)
+    texts = torch.randint(0, 256, (3, 120), device=device)
+    steps = (40, 1, 1, 70, 7, 1)
+    right = logits(model, texts, steps, 128)
+    fused = hopsparse.fuse_blocks(model)
+    found = logits(model, texts, steps, 128)
+    fused.undo()
+    assert len(ran) == 2 * 5  # The first call, in which the cache takes its memory, goes around.
+    torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import hopsparse
 from hopsparse import fuse_blocks
-from hopsparse.models import cached_attention
+from hopsparse.models import cached_attention, self_attention
 from hopsparse.models.cached_attention import IMPLEMENTATION, attend, install, mask
 from hopsparse.models.generate import cache_argument
 from tests.helpers.tiny_models import tiny_llama, tiny_qwen3
@@ -26,8 +27,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ran: list[str] = []
     monkeypatch.setattr(cached_attention, "_serves", lambda device: True)
 
-    def telling(name: str) -> Callable[..., Any]:
-        run = getattr(cached_attention, name)
+    def telling(module: Any, name: str) -> Callable[..., Any]:
+        run = getattr(module, name)
 
         def told(*args: Any, **options: Any) -> Any:
             ran.append(name)
@@ -36,7 +37,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return told
 
     for name in ("attend_decode", "attend_prefill"):
-        monkeypatch.setattr(cached_attention, name, telling(name))
+        monkeypatch.setattr(cached_attention, name, telling(cached_attention, name))
+    monkeypatch.setattr(self_attention, "rope_append", telling(self_attention, "rope_append"))
     yield ran
     cached_attention._KNOWN.clear()
 
@@ -157,3 +159,37 @@ def test_another_attention_is_left_alone() -> None:
     model.set_attn_implementation("eager")
     install(model)()
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_positions_and_the_cache_are_one_launch_of_fused_blocks(
+    kernels: list[str], scheme: str | None, make: Any
+) -> None:
+    torch.manual_seed(0)
+    config = make().config
+    for name, value in WIDE.items():
+        setattr(config, name, value)
+    model = type(make())(config).to(torch.bfloat16).eval()
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
+    model.requires_grad_(False)
+    texts = torch.randint(0, 256, (2, 16))
+    right = logits(model, texts, (9, 1, 6), 64)
+    kinds = [type(block.self_attn) for block in model.model.layers]
+    names = set(model.state_dict())
+    fused = fuse_blocks(model)
+    found = logits(model, texts, (9, 1, 6), 64)
+    layers = model.config.num_hidden_layers
+    # A cache takes its memory in the first call, which goes the long way.
+    assert kernels.count("rope_append") == 2 * layers
+    assert kernels.count("attend_decode") == layers
+    torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)
+    # Without a cache, and with one that grows, the code of transformers runs.
+    kernels.clear()
+    with torch.no_grad():
+        model(texts, use_cache=True)
+    assert kernels == []
+    fused.undo()
+    assert [type(block.self_attn) for block in model.model.layers] == kinds
+    assert set(model.state_dict()) == names
+    assert torch.equal(logits(model, texts, (9, 1, 6), 64), right)

@@ -117,7 +117,7 @@ def test_prompts_have_the_logits_of_the_model(captured: bool) -> None:
     texts = torch.randint(64, (2, 8))
     model.set_attn_implementation("sdpa")
     right = model(texts).logits[:, -1:]
-    model.set_attn_implementation("hopsparse_rival" if captured else "sdpa")
+    model.set_attn_implementation("hopsparse_race_causal" if captured else "sdpa")
     for _ in range(2):
         torch.testing.assert_close(run(), right)
 

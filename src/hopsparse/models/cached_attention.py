@@ -51,6 +51,16 @@ def install(model: Any) -> Callable[[], None]:
     return undo
 
 
+def room_for(tokens: int) -> int:
+    """Tokens that a static cache should have room for, so that it is read where it lies.
+
+    Example:
+        >>> room_for(65)
+        128
+    """
+    return -(-tokens // _PAGES[0]) * _PAGES[0]
+
+
 def mask(
     batch_size: int,
     q_length: int,

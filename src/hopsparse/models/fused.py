@@ -113,6 +113,13 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
     return done
 
 
+def _attend_to_a_cache(model: nn.Module) -> Callable[[], None]:
+    """Kernels of ours over a cache of a fixed size; returns the way back."""
+    from .cached_attention import install  # It needs transformers, which made this model.
+
+    return install(model)
+
+
 def is_fused(model: nn.Module) -> bool:
     """Whether layers of a model are parts of another, or add to its stream."""
     known = (SharedInput, GatedMLP, PlusResidual)
@@ -133,13 +140,6 @@ def _add_to_stream(
     if names:
         done._undo.append(add_in_kernels(block, names))
         done.adding += [f"{path}.{name}" for name in names]
-
-
-def _attend_to_a_cache(model: nn.Module) -> Callable[[], None]:
-    """Kernels of ours over a cache of a fixed size; returns the way back."""
-    from .cached_attention import install  # It needs transformers, which made this model.
-
-    return install(model)
 
 
 class _UnderWay(NamedTuple):
@@ -317,8 +317,13 @@ class _Group:
         for which, name in enumerate(self.names):
             _replace(self.block, name, RowsOf(shared, which).eval())
         self._put_norm(ahead, nn.Identity())
+        from .self_attention import append_in_kernels  # It needs transformers too.
+
+        home = self.names[0].rpartition(".")[0]
+        apart = append_in_kernels(self.block.get_submodule(home), shared)
 
         def undo() -> None:
+            apart()
             for name, layer in zip(self.names, part(linear, sizes, biases), strict=True):
                 _replace(self.block, name, layer.train(self.block.training))
             self._put_norm(ahead, ahead)

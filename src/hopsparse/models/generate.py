@@ -18,7 +18,6 @@ from .fused import FusedBlocks, fuse_blocks
 if TYPE_CHECKING:
     from .opened import OpenedModel
 
-_PAGE = 64  # tokens: our attention reads a cache of whole pages where it lies
 _UNFINISHED = "�"  # what a tokenizer makes of bytes that are no character yet
 
 
@@ -83,6 +82,8 @@ class Generator:
     def __post_init__(self) -> None:
         from transformers import StaticCache
 
+        from .cached_attention import room_for
+
         model: Any = self.opened.model
         context = getattr(model.config, "max_position_embeddings", None)
         if self.max_tokens < 2 or (isinstance(context, int) and self.max_tokens > context):
@@ -92,7 +93,7 @@ class Generator:
                 hint="fewer new tokens, or a shorter prompt",
             )
         self._model, self._device = model, next(model.parameters()).device
-        room = -(-self.max_tokens // _PAGE) * _PAGE
+        room = room_for(self.max_tokens)
         self._cache = StaticCache(config=model.config, max_cache_len=room)
         self._cache_name, self._turn = cache_argument(model), 0
         self._step: Captured | Callable[[Tensor], Tensor] | None = None

@@ -97,4 +97,5 @@ def _layer_of(cache: Any, index: int) -> StaticLayer | None:
     """The layer of a static cache that has its memory; None if it is another."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
-    return layer if type(layer) is StaticLayer and layer.is_initialized else None
+    known = type(layer) is StaticLayer  # A class derived from it may keep other things.
+    return layer if known and cast(StaticLayer, layer).is_initialized else None

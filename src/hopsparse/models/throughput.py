@@ -163,6 +163,31 @@ def _timed(
     )
 
 
+# Compiled code cannot ask whether a cache is empty, and would attend through a mask over all of it:
+# in prefills of dense models torch's kernel for causal attention runs, as the race knows it may.
+_CAUSAL = "hopsparse_race_causal"
+
+
+def _causal(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention to the tokens of this prefill alone: [batch, tokens, heads, dim] and None."""
+    keys, values = (each[:, :, : query.shape[2]] for each in (key, value))
+    grouped, scale = query.shape[1] != key.shape[1], options.get("scaling")
+    out = nn.functional.scaled_dot_product_attention(
+        query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2), None
+
+
+def _enter_causal() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, _causal)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_CAUSAL, lambda *_, **__: None)
+
+
 def prepared(
     way: ModelWay, phase: Phase, model: nn.Module, device: torch.device
 ) -> tuple[Callable[[], object], int]:
@@ -176,20 +201,17 @@ def prepared(
     """
     from transformers import StaticCache
 
-    from . import cached_attention, rival_attention
+    from .cached_attention import IMPLEMENTATION, room_for
 
     network: Any = model
     texts = torch.randint(network.config.vocab_size, (phase.batch, phase.tokens), device=device)
-    cache = StaticCache(config=network.config, max_cache_len=_room_for(phase.tokens + 1))
+    cache = StaticCache(config=network.config, max_cache_len=room_for(phase.tokens + 1))
     name = cache_argument(network)
     forward = torch.compile(network, dynamic=False) if way.compiled else network
-    if way.attention:
-        cached_attention.install(network)
-    elif way.captured and phase.kind == "prefill":
-        # Else compiled code would attend through a mask, and graphs could not ask whether they may.
-        network.set_attn_implementation(rival_attention.IMPLEMENTATION)
-    else:
-        network.set_attn_implementation("sdpa")
+    _enter_causal()
+    captured_prefill = way.captured and phase.kind == "prefill"
+    attention = IMPLEMENTATION if way.attention else _CAUSAL if captured_prefill else "sdpa"
+    network.set_attn_implementation(attention)
 
     def call(ids: Tensor, through: Any = forward) -> Tensor:
         given = {name: cache, "use_cache": True, "logits_to_keep": 1}
@@ -225,11 +247,6 @@ def prepared(
     captured = capture(timed, ids, reuse_outputs=True)
     early = sum(each.early for each in captured.recordings.values())
     return lambda: captured(ids), early
-
-
-def _room_for(tokens: int) -> int:
-    """Of a cache; our attention reads one of whole pages where it lies."""
-    return -(-tokens // 64) * 64
 
 
 def _told(error: Exception) -> str:
