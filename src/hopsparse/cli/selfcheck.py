@@ -50,7 +50,10 @@ def self_checks() -> Iterator[Check]:
 
 def names() -> list[str]:
     """What `self_checks` gives, by name and in its order."""
-    trips, products = (f"round trip {fmt}" for fmt in FORMATS), (f"product {fmt}" for fmt in FORMATS)
+    trips, products = (
+        (f"round trip {fmt}" for fmt in FORMATS),
+        (f"product {fmt}" for fmt in FORMATS),
+    )
     return [*trips, "conversions", *products]
 
 

@@ -117,7 +117,7 @@ def verify_operators(
         _set_delays(delays, chosen)
     report = Report(chosen, every, Settings.from_environment().delays)
     started = time.monotonic()
-    with _one_thread(chosen):
+    with _one_thread():
         try:
             _make(steps, report, started)
         except KeyboardInterrupt:
@@ -224,11 +224,10 @@ def _set_delays(delays: int, device: str) -> None:
 
 
 @contextmanager
-def _one_thread(device: str) -> Iterator[None]:
-    """On the CPU everything is small, and waiting for a second thread takes most of the time."""
+def _one_thread() -> Iterator[None]:
+    """What the CPU does is small, and waiting for a second thread would take most of the time."""
     threads = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

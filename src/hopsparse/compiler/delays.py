@@ -29,9 +29,7 @@ _PAUSING = {
     "cluster_sync_relaxed": "0xF1",
     "cluster_wait": "0xF2",
 }
-_DEFINITION = re.compile(
-    rf"__device__ __forceinline__ void ({'|'.join(_PAUSING)})\([^)]*\) {{\n"
-)
+_DEFINITION = re.compile(rf"__device__ __forceinline__ void ({'|'.join(_PAUSING)})\([^)]*\) {{\n")
 # A macro is not expanded inside itself, so that this ends in the barrier of CUDA.
 _SYNCTHREADS = "#define __syncthreads() (delay(__LINE__), __syncthreads())"
 

@@ -28,7 +28,7 @@ def launches() -> Iterator[list[str]]:
         original(bound)
         names.append(bound.name)
 
-    Bound.__call__ = told  # type: ignore[method-assign]
+    Bound.__call__ = told  # type: ignore[method-assign,assignment]
     try:
         yield names
     finally:

@@ -60,7 +60,8 @@ def _run(w: SparseMatrix) -> partial[Tensor]:
 def _forward(layer: SparseLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     assert bias is None
     with torch.no_grad():
-        return layer(x)
+        y: Tensor = layer(x)
+    return y
 
 
 def _codes(device: torch.device) -> Iterator[Trial]:

@@ -25,5 +25,8 @@ def all_checks() -> list[Check]:
 def _modules() -> Iterator[str]:
     package = import_module(__package__)
     found = walk_packages(package.__path__, f"{__package__}.")
-    return (each.name for each in found if each.name.split(".")[-1] == "checks" and not each.ispkg
-            and each.name != __name__)
+    return (
+        each.name
+        for each in found
+        if each.name.split(".")[-1] == "checks" and not each.ispkg and each.name != __name__
+    )

@@ -65,7 +65,7 @@ def epilogue_trial(
 
 
 def strided(k: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """x [tokens, k] of integers as views: transposed, cut out, repeated, off 16 bytes."""
+    """X [tokens, k] of integers as views: transposed, cut out, repeated, off 16 bytes."""
     source = small_integers((2 * k + 3, 3 * k), dtype, 1).to(device)
     yield source[:k, :9].T
     yield source[:7, k + 1 : 2 * k + 1]

@@ -2,8 +2,8 @@
 // (compiler/delays.py puts the calls in, and DELAY_SEED); no other kernel has this text.
 //
 // One of four pauses is long, up to 8191 cycles or about 4 us: a warp that is late by more than a
-// ring of stages takes shows who does not wait for it. Which one depends on the seed, the block, the
-// warp and what is waited for, and on nothing else: a run can be made again.
+// ring of stages takes shows who does not wait for it. Which one depends on the seed, the block,
+// the warp and what is waited for, and on nothing else: a run can be made again.
 #pragma once
 
 __device__ __forceinline__ void delay(unsigned int what) {

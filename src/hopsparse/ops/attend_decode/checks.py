@@ -37,7 +37,7 @@ def _attended(
 ) -> Iterator[Trial]:
     heads, batch = _KV_HEADS * group, len(_LENGTHS)
     sequences = random_tokens(_LENGTHS, _KV_HEADS, dim, dtype)
-    cache = PagedKV(*(each.to(device) for each in in_pages(sequences, page)))
+    cache = _cache(in_pages(sequences, page), device)
     q = torch.randn(batch, heads, dim).to(dtype)
     blocks = -(-max(_LENGTHS) // _BLOCK)
     lists = torch.rand(batch, _KV_HEADS, blocks).argsort(-1)
@@ -75,3 +75,8 @@ def _listed(blocks: list[int] | None, length: int) -> list[int]:
         return list(range(length))
     places = [b * _BLOCK + t for b in blocks if b >= 0 for t in range(_BLOCK)]
     return [place for place in places if place < length]
+
+
+def _cache(parts: tuple[Tensor, Tensor, Tensor, Tensor], device: torch.device) -> PagedKV:
+    keys, values, table, lengths = (each.to(device) for each in parts)
+    return PagedKV(keys, values, table, lengths)

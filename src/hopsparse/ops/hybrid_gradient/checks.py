@@ -39,7 +39,7 @@ def _trials(
 ) -> Iterator[Trial]:
     gradient, residual = _gradient(kind, n).to(dtype), torch.randn(n) * 0.01
     for kept, k, every, phase in ((None, n // 10, 1, 0), (residual, -(-n // 100), 3, 1)):
-        turn = {"every": every, "phase": phase}
+        turn: dict[str, Any] = {"every": every, "phase": phase}
         there = None if kept is None else kept.to(device)
         given = (gradient.to(device), there, k, remainder)
         vector = gradient.float() if kept is None else gradient.float() + kept

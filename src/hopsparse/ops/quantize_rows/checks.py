@@ -131,5 +131,3 @@ def _between(ratio: Tensor, error: Tensor, kind: str, largest: float) -> Expecte
         ends.append(each.float().to(_E4M3).double() if kind == "e4m3" else each.round())
     dtype = _E4M3 if kind == "e4m3" else torch.int8
     return Expected.within(ends[0], ends[1], dtype, "codes")
-
-

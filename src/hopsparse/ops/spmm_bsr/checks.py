@@ -11,7 +11,8 @@ from ...formats.bsr import BSR
 from ...formats.pattern import BlockPattern, parse_pattern
 from ...verify import Check, Trial, dense_weight, small_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
-from .cases import EDGE, SMOKE, Case
+from .._product import Case
+from .cases import EDGE, SMOKE
 from .fragments_kernel import FragmentConfig
 from .kernel import ACTIVATIONS, Config
 from .op import spmm_bsr
@@ -35,20 +36,20 @@ def checks() -> Iterator[Check]:
             trials = partial(_of_case, case, pattern, dtype)
             block = f"{pattern.rows}x{pattern.cols}"
             yield _check(case.name, dtype, trials, block, kernel, quick=dtype != torch.float16)
-    for config in (*CANDIDATES, *FRAGMENT_CANDIDATES):
-        block = _block_of(config)
+    tiles: tuple[_Tile, ...] = (*CANDIDATES, *FRAGMENT_CANDIDATES)
+    for config in tiles:
         for dtype in _DTYPES[:2]:
             quick = dtype == torch.bfloat16 and config in (*CANDIDATES[::5], *_FEW)
-            yield _check(
-                f"tile-{config.name}", dtype, partial(_of_tile, config, dtype), _x(block), quick=quick
-            )
-    for config in (CANDIDATES[-3], FRAGMENT_CANDIDATES[1]):
+            trials = partial(_of_tile, config, dtype)
+            yield _check(f"tile-{config.name}", dtype, trials, _side(config), quick=quick)
+    few: tuple[_Tile, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
+    for config in few:
         for act in ACTIVATIONS:
-            trials, block = partial(_epilogues, config, act), _block_of(config)
+            trials = partial(_epilogues, config, act)
             name = f"act-{act}-{config.name}"
-            yield _check(name, torch.bfloat16, trials, _x(block), quick=act == "silu")
+            yield _check(name, torch.bfloat16, trials, _side(config), quick=act == "silu")
         trials = partial(_strides, config)
-        yield _check(f"strides-{config.name}", torch.bfloat16, trials, _x(_block_of(config)))
+        yield _check(f"strides-{config.name}", torch.bfloat16, trials, _side(config))
 
 
 _FEW = FRAGMENT_CANDIDATES[::3]
@@ -63,13 +64,11 @@ def _check(
     quick: bool = False,
 ) -> Check:
     name = str(dtype).removeprefix("torch.")
-    return Check(
-        _OP, case, name, f"bsr-{block}", trials, kernel, quick, only_gpu="tile-" in case
-    )
+    return Check(_OP, case, name, f"bsr-{block}", trials, kernel, quick, only_gpu="tile-" in case)
 
 
-def _x(block: tuple[int, int]) -> str:
-    return f"{block[0]}x{block[1]}"
+def _side(config: _Tile) -> str:
+    return "x".join(map(str, _block_of(config)))
 
 
 def _block_of(config: _Tile) -> tuple[int, int]:
@@ -94,7 +93,9 @@ def _of_case(
     bias = small_integers((case.out,), dtype, 9).to(device)
     # A plan may find dense faster; a tile that is named runs the kernel.
     config = _tile_for(block) if dtype.itemsize == 2 and device.type == "cuda" else None
-    yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense, bias)
+    yield exact_trial(
+        partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense, bias
+    )
     dense = (dense * torch.rand(dense.shape).to(device)).to(dtype)
     x = torch.randn(x.shape).to(device, dtype)
     yield bounded_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)

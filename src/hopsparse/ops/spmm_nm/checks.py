@@ -15,7 +15,8 @@ from ...formats.pattern import NMPattern, parse_pattern
 from ...measure.error import gated_bound, unit_roundoff
 from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
-from .cases import EDGE, SMOKE, Case
+from .._product import Case
+from .cases import EDGE, SMOKE
 from .kernel import ACTIVATIONS, SWIGLU, Config
 from .op import spmm_nm
 from .plan import CANDIDATES, tiles
@@ -50,7 +51,9 @@ def checks() -> Iterator[Check]:
             yield _check(f"act-{act}", dtype, trials, quick=act == "gelu")
     for config in tiles(SWIGLU):
         trials = partial(_swiglu, config)
-        yield _check(f"tile-{config.name}-swiglu", torch.bfloat16, trials, quick=config is CANDIDATES[5])
+        yield _check(
+            f"tile-{config.name}-swiglu", torch.bfloat16, trials, quick=config is CANDIDATES[5]
+        )
 
 
 def _check(
@@ -62,9 +65,7 @@ def _check(
     quick: bool = False,
 ) -> Check:
     name = str(dtype).removeprefix("torch.")
-    return Check(
-        _OP, case, name, f"nm-{pattern}", trials, kernel, quick, only_gpu="tile-" in case
-    )
+    return Check(_OP, case, name, f"nm-{pattern}", trials, kernel, quick, only_gpu="tile-" in case)
 
 
 def _of_case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from ..reference import apply_activation
 from .op import Scaling, spmm_nm_scaled
 
 _OP = "spmm_nm_scaled"
+_Trials = Callable[[torch.device], Iterator[Trial]]
 _E4M3 = torch.float8_e4m3fn
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 _TWO_FOUR = NMPattern(2, 4)
@@ -53,14 +54,12 @@ def checks() -> Iterator[Check]:
     yield _check("ends-of-int8", "int8", _ends, quick=True)
 
 
-def _check(case: str, kind: str, trials: object, quick: bool) -> Check:
-    return Check(
-        _OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case  # type: ignore[arg-type]
-    )
+def _check(case: str, kind: str, trials: _Trials, quick: bool) -> Check:
+    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
 
 
 def _inputs(kind: str, tokens: int, k: int) -> tuple[Tensor, Tensor]:
-    """x as the operator reads it, and what it stands for."""
+    """X as the operator reads it, and what it stands for."""
     numbers = _KINDS[kind][2]
     if numbers.x != "int4":
         x = small_integers((tokens, k), getattr(torch, numbers.x))
