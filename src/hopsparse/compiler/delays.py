@@ -17,12 +17,14 @@ from ..errors import CompileError
 _PAUSE = "device/ptx/delay.cuh"
 #: What a wrapper is told apart by beside the place of its warp: the stage where it has one.
 _PAUSING = {
+    "mbarrier_init": "bar",
     "mbarrier_wait": "bar + parity",
     "tma_load": "dst",
     "tma_load_multicast": "dst",
     "bulk_load": "dst",
     "store_async_x4": "bar",
     "wait_copies": "0xC0",
+    "wait_for_copies": "0xC1",
     "named_barrier": "0xD0 + id",
     "wait_for_turn": "0xE0 + wg",
     "cluster_sync": "0xF0",

@@ -127,10 +127,10 @@ def outcome_of(check: Check, device: torch.device) -> Outcome:
         GpuLostError: A kernel failed; no later check can run in this process.
     """
     started, compared, seen = time.monotonic(), 0, list[str]()
+    detail = "no call was made"
     wait = wait_for(device) if device.type == "cuda" else lambda: None
     # The same numbers at every run, whatever ran before.
     torch.manual_seed(sum(check.name.encode()))
-    detail = ""
     for trial in check.trials(device):
         for each in trial.expected:
             _poison(each, device)

@@ -22,7 +22,10 @@ from .strips import panels_of, width_of
 
 _OP = "spmm_bsr"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# tokens, out, k: ragged on all sides; long rows; rows of y that are no whole lines.
 _SHAPES = ((130, 520, 656), (33, 200, 4160), (70, 70, 2064))
+# More items than blocks that run at once, and more steps of each than a ring has stages.
+_TURNS = ((1030, 2064, 2080),)
 _Tile = Config | FragmentConfig
 
 
@@ -40,8 +43,10 @@ def checks() -> Iterator[Check]:
     for config in tiles:
         for dtype in _DTYPES[:2]:
             quick = dtype == torch.bfloat16 and config in (*CANDIDATES[::5], *_FEW)
-            trials = partial(_of_tile, config, dtype)
+            trials = partial(_of_tile, config, dtype, _SHAPES)
             yield _check(f"tile-{config.name}", dtype, trials, _side(config), quick=quick)
+        trials = partial(_of_tile, config, torch.bfloat16, _TURNS)
+        yield _check(f"tile-{config.name}-turns", torch.bfloat16, trials, _side(config))
     few: tuple[_Tile, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
     for config in few:
         for act in ACTIVATIONS:
@@ -101,10 +106,15 @@ def _of_case(
     yield bounded_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
 
 
-def _of_tile(config: _Tile, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
+def _of_tile(
+    config: _Tile,
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, int, int], ...],
+    device: torch.device,
+) -> Iterator[Trial]:
     block = _block_of(config)
     pattern = BlockPattern(*block, 0.6)
-    for tokens, out, k in _SHAPES:
+    for tokens, out, k in shapes:
         dense = dense_weight((out, k), pattern, dtype).to(device)
         x = small_integers((tokens, k), dtype).to(device)
         yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
