@@ -9,6 +9,7 @@ from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
 from .stream import current_stream, is_capturing
 from .tensormap import MAP_BYTES, Element, check_tiled, encode
+from .watch import launches
 
 __all__ = [
     "MAP_BYTES",
@@ -33,6 +34,7 @@ __all__ = [
     "is_capturing",
     "is_holding",
     "kernel_for",
+    "launches",
     "max_active_blocks",
     "max_active_clusters",
     "pdl_is_safe",
