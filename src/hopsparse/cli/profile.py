@@ -258,7 +258,7 @@ def _stored(options: Profile) -> tuple[dict[str, Any], list[Subject]]:
     ]
     document = _document(subjects, None) | {
         "counters": {"source": str(options.source), "why": ""},
-        "environment": {},
+        "environment": {"gpu": None, "driver": None, "torch": None},
         "settings": [],
         "seconds": {"timing": 0.0, "ncu": 0.0},
     }

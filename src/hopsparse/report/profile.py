@@ -79,17 +79,12 @@ def _roofline(
             _roofs(axes, ceilings, rows[0]["dtype"], (low, high))
         for index, (x, row) in enumerate(points):
             colour = PALETTE[index % len(PALETTE)]
-            axes.plot([x], [row["kept_tflops"]], marker="o", linestyle="", color=colour)
-            axes.annotate(
-                str(row["subject"]),
-                (x, row["kept_tflops"]),
-                xytext=(4, -9),
-                textcoords="offset points",
-                fontsize=8,
-            )
+            name, y = str(row["subject"]), row["kept_tflops"]
+            axes.plot([x], [y], marker="o", linestyle="", color=colour, label=name)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
         axes.set_xlim(low, high)
-        axes.set_xlabel("operations on stored entries, a byte read or written")
-        axes.set_ylabel("TFLOP/s on stored entries")
+        axes.set_xlabel("operations a byte")
+        axes.set_ylabel("TFLOP/s, stored entries")
         axes.grid(color=INK, alpha=0.15, linewidth=0.6)
         return figure_svg(figure, _ROOFLINE)
 
@@ -105,10 +100,12 @@ def _roofs(axes: Axes, ceilings: Mapping[str, Any], dtype: str, span: tuple[floa
             continue
         ridge = roof / bandwidth
         axes.plot([ridge, high], [roof, roof], color=INK, linestyle=style, linewidth=1)
-        axes.text(high, roof * 1.08, f"{name} {roof:,.0f}", ha="right", fontsize=8)
+        above = style == "-"
+        place, side = roof * (1.08 if above else 0.92), "bottom" if above else "top"
+        axes.text(high, place, f"{name} {roof:,.0f}", ha="right", va=side, fontsize=8)
     top = max(roof for _, roof in roofs if roof is not None) if any(r for _, r in roofs) else 1e3
     axes.plot([low, top / bandwidth], [low * bandwidth, top], color=INK, linewidth=1)
-    axes.text(low * 1.1, low * bandwidth * 1.6, f"{bandwidth:.2f} TB/s", fontsize=8)
+    axes.text(low * 1.1, low * bandwidth * 2.2, f"{bandwidth:.2f} TB/s", fontsize=8)
 
 
 def _times(rows: Sequence[Mapping[str, Any]], width: float) -> str:

@@ -32,7 +32,7 @@ class Profiled:
         release: Of ncu, such as `2025.3.1.0`, or "".
         report: The .ncu-rep file.
         reader: What it was read with: `ncu_report` or `ncu --import`.
-        seconds: Of the program under ncu.
+        seconds: Of the program under ncu, and of reading what it wrote.
     """
 
     kernels: list[Kernel]
@@ -93,11 +93,11 @@ def profile(
     """
     started = time.monotonic()
     output = _output(command(ncu, program, report, most=most), timeout_s)
-    seconds = time.monotonic() - started
     if not report.is_file():
         raise _nothing_profiled(output)
     kernels, reader = _read(ncu, report, timeout_s)
-    return Profiled(kernels, release_of(ncu), report, reader, seconds)
+    release = release_of(ncu)
+    return Profiled(kernels, release, report, reader, time.monotonic() - started)
 
 
 def _read(ncu: Path, report: Path, timeout_s: float) -> tuple[list[Kernel], str]:
