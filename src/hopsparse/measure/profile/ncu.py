@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -21,6 +22,7 @@ _NOTHING = "No kernels were profiled"
 _ERROR, _OF_PROGRAM = "==ERROR==", "application returned an error"
 _RELEASE = re.compile(r"Version (\d+(?:\.\d+)+)")
 _MOST_WORDS = 400
+_SOURCES = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,16 @@ def _output(words: Sequence[str], timeout_s: float) -> str:
 
 
 def _run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    # The program may be this package, run from a folder of sources.
+    paths = [str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        words, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        words,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
 
 
