@@ -20,6 +20,7 @@ from ...launch import (
     starts_early,
 )
 from ...plan import KernelSpec
+from ...ranges import in_phase
 from . import plan, reference
 from .layout import NAMES, Kept
 
@@ -42,6 +43,7 @@ class Wanted(NamedTuple):
     per_head: bool
 
 
+@in_phase("select", "score_blocks")
 def run(q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted) -> Tensor:
     """Scores of arguments that were checked, and that a kernel takes.
 

@@ -27,6 +27,7 @@ from ...launch import (
     max_active_clusters,
     starts_early,
 )
+from ...ranges import in_phase
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
@@ -314,6 +315,7 @@ def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
     return padded.copy_(rows)
 
 
+@in_phase("sparse", "spmm_nm")
 def run(
     w: NM,
     x: Tensor,
