@@ -1,0 +1,215 @@
+"""What ranks do in the tests of layers that they share; over NCCL rank r has GPU r."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hopsparse.formats import NM, NMPattern, bounds_of, parse_form
+from hopsparse.nn import SparseLinear
+from hopsparse.ops import pack_nm
+from hopsparse.parallel import (
+    ColumnParallelSparseLinear,
+    Peers,
+    RowParallelSparseLinear,
+    parallelize,
+)
+from hopsparse.parallel.cut import whole_of
+from hopsparse.quant import quantize_matrix
+
+
+def integers(shape: tuple[int, ...], seed: int, part: float = 1.0) -> Tensor:
+    """-1, 0 and 1, a part of them not zero: products and sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-1, 2, shape, generator=generator).float()
+    return values * (torch.rand(shape, generator=generator) < part)
+
+
+def sparse_layer(
+    out: int, k: int, seed: int, dtype: torch.dtype, *, bias: bool = True, form: str = "2:4"
+) -> SparseLinear:
+    """A 2:4 layer of small integers, or a quantized one."""
+    dense = integers((out, k), seed)
+    if "+" in form:
+        matrix: Any = quantize_matrix(dense.to(dtype), parse_form(form))
+    else:
+        pattern = NMPattern(*(int(each) for each in form.split(":")))
+        if form == "2:4":
+            matrix = pack_nm(dense.to(dtype), select="magnitude")
+        else:
+            groups = nn.functional.pad(dense, (0, -k % pattern.m)).view(out, -1, pattern.m)
+            groups[..., pattern.n :] = 0
+            matrix = NM.from_dense(groups.flatten(1)[:, :k].to(dtype), pattern)
+    offset = nn.Parameter(integers((out,), seed + 1).to(dtype), False) if bias else None
+    return SparseLinear(matrix, offset)
+
+
+def dense_layer(out: int, k: int, seed: int, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(k, out, dtype=dtype).requires_grad_(False)
+    layer.weight.copy_(integers((out, k), seed))
+    assert layer.bias is not None
+    layer.bias.copy_(integers((out,), seed + 1))
+    return layer
+
+
+def layer_of(
+    kind: str, out: int, k: int, seed: int, dtype: torch.dtype
+) -> SparseLinear | nn.Linear:
+    if kind == "dense":
+        return dense_layer(out, k, seed, dtype)
+    return sparse_layer(out, k, seed, dtype, form=kind)
+
+
+def chained(rank: int, kind: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Two layers behind one another, shared and whole; and columns gathered, and inputs split."""
+    k, middle, out = sizes
+    peers = Peers()
+    up = layer_of(kind, middle, k, 1, dtype)
+    down = layer_of(kind, out, middle, 3, dtype)
+    x, residual = integers((3, 5, k), 5, 0.1).to(dtype), integers((3, 5, out), 6).to(dtype)
+    # Where one ends the other begins: multiples of what neither cuts.
+    whole = math.lcm(whole_of(up, rows=True), whole_of(down, rows=False))
+    bounds = bounds_of(middle, peers.ranks, whole)
+    one = ColumnParallelSparseLinear.from_layer(up, peers, bounds=bounds)
+    other = RowParallelSparseLinear.from_layer(down, peers, bounds=bounds)
+    gathered = ColumnParallelSparseLinear.from_layer(up, peers, gather_output=True)
+    split = RowParallelSparseLinear.from_layer(down, peers, input_is_split=False)
+    wide = RowParallelSparseLinear.from_layer(down, peers, bounds=bounds, wide_parts=True)
+    with torch.no_grad():
+        between = up(x)
+        results = [
+            *(between, gathered(x), down(between), other(one(x)), split(between), wide(one(x))),
+            *(down(between) + residual, other(one(x), residual)),
+        ]
+    # What bfloat16 holds exactly.
+    assert all(0 < each.abs().max() <= 256 for each in results)
+    nothing = other(one(x[:0]))
+    assert nothing.shape == (0, 5, out)
+    assert "collectives of gloo: tensors are on cpu" in other.plan(one(x)).describe()
+    return results
+
+
+def gradients(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Results and gradients of a block, whole and shared: x, and what this rank has of the rest."""
+    peers, k, middle, out = Peers(), 48, 320, 40
+    up = layer_of("dense", middle, k, 1, dtype).requires_grad_(True)
+    down = layer_of("dense", out, middle, 3, dtype).requires_grad_(True)
+    given = integers((4, k), 5).to(dtype)
+    grad = integers((4, out), 7).to(dtype)
+    one = ColumnParallelSparseLinear.from_layer(up, peers)
+    other = RowParallelSparseLinear.from_layer(down, peers, bounds=one.bounds)
+    gathered = ColumnParallelSparseLinear.from_layer(up, peers, gather_output=True)
+    split = RowParallelSparseLinear.from_layer(down, peers, input_is_split=False)
+    found = []
+    for first, second in ((up, down), (one, other), (gathered, split)):
+        x = given.clone().requires_grad_(True)
+        y = second(torch.relu(first(x)))
+        y.backward(grad)
+        assert x.grad is not None
+        found += [y, x.grad]
+    start, stop = one.bounds[rank], one.bounds[rank + 1]
+    assert isinstance(up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    for first, second, whole in ((one, other, 1), (gathered, split, 1)):
+        begin, end = second.bounds[rank], second.bounds[rank + 1]
+        start, stop = first.bounds[rank], first.bounds[rank + 1]
+        found += [
+            *(up.weight.grad[start:stop], first.shard.weight.grad * whole),
+            *(up.bias.grad[start:stop], first.shard.bias.grad),
+            *(down.weight.grad[:, begin:end], second.shard.weight.grad),
+            *(down.bias.grad, second.bias.grad),
+        ]
+    return found
+
+
+def sparse_gradient(rank: int) -> list[Tensor]:
+    """The gradient of x through 2:4 layers, whole and shared."""
+    peers, found = Peers(), []
+    up = sparse_layer(192, 64, 1, torch.float32)
+    down = sparse_layer(24, 192, 3, torch.float32)
+    one = ColumnParallelSparseLinear.from_layer(up, peers)
+    other = RowParallelSparseLinear.from_layer(down, peers)
+    for first, second in ((up, down), (one, other)):
+        x = integers((5, 64), 5).requires_grad_(True)
+        y = second(torch.relu(first(x)))
+        y.backward(integers((5, 24), 7))
+        assert x.grad is not None
+        found += [y, x.grad]
+    return found
+
+
+def model_of(rank: int, kv_heads: int) -> dict[str, Any]:
+    """A block of a tiny Llama in integers, whole and shared: attention's products and the MLP."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(
+        hidden_size=32 * kv_heads,
+        intermediate_size=320,
+        num_hidden_layers=1,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        attn_implementation="eager",
+        attention_bias=True,
+    )
+    torch.manual_seed(0)
+    block = LlamaDecoderLayer(config, 0).double().requires_grad_(False).eval()
+    x = torch.randn(2, 7, 32 * kv_heads, dtype=torch.float64)
+    angles = torch.randn(1, 7, 64, dtype=torch.float64)
+    turned = angles.cos(), angles.sin()
+    whole = block(x, position_embeddings=turned)
+    names = parallelize(block, Peers())
+    shared = block(x, position_embeddings=turned)
+    whole, shared = (each[0] if isinstance(each, tuple) else each for each in (whole, shared))
+    sizes = [block.self_attn.q_proj.shard.out_features, block.self_attn.k_proj.shard.out_features]
+    return {
+        "off": float((whole - shared).abs().max()),
+        "size": float(whole.abs().max()),
+        "shared": shared,
+        "names": names,
+        "rows": sizes,
+    }
+
+
+def refused(rank: int) -> list[BaseException]:
+    """What is refused, on every rank alike."""
+    peers = Peers()
+    layer = sparse_layer(192, 128, 1, torch.float32)
+    csr = SparseLinear.from_linear(nn.Linear(64, 64), "csr")
+    row = RowParallelSparseLinear.from_layer(layer, peers)
+    tries = [
+        lambda: ColumnParallelSparseLinear.from_layer(csr, peers),
+        lambda: ColumnParallelSparseLinear.from_layer(nn.ReLU(), peers),
+        lambda: ColumnParallelSparseLinear.from_layer(layer, peers, bounds=(0, 100, 192)),
+        lambda: ColumnParallelSparseLinear.from_layer(layer, peers, bounds=(0, 192)),
+        lambda: RowParallelSparseLinear.from_layer(sparse_layer(8, 64, 1, torch.float32), peers),
+        lambda: RowParallelSparseLinear(layer, peers, (0, 64, 128)),
+        lambda: ColumnParallelSparseLinear(layer, peers, (0, 64, 192)),
+        lambda: row(torch.ones(3, 128)),
+        lambda: row(torch.ones(3, 64), torch.ones(3, 8)),
+        lambda: row(torch.ones(3, 64).double()),
+        lambda: parallelize(nn.ReLU(), peers),
+        lambda: Peers(object()),
+    ]
+    found = []
+    for each in tries:
+        try:
+            found.append(each())
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+def of_a_mesh(rank: int) -> list[Any]:
+    """A mesh of two dimensions, whose second one shares a layer: sums of pairs of ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    peers = Peers(mesh["tp"])
+    layer = sparse_layer(16, 128, 1, torch.float32)
+    shared = RowParallelSparseLinear.from_layer(layer, peers, input_is_split=False)
+    x = integers((3, 128), rank // 2)
+    return [shared(x), layer(x), torch.tensor([peers.rank, peers.ranks])]
