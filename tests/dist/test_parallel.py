@@ -65,6 +65,11 @@ def test_a_block_of_a_model_is_shared(ranks: int, kv_heads: int) -> None:
         assert [k for _, k in rows] == [128, 64]
 
 
+@pytest.mark.parametrize("form", ["2:4+int8", "2:4+fp8/fp8", "2:4+int4:64"])
+def test_codes_are_cut_with_their_scales(form: str) -> None:
+    check_pairs(on_ranks(parallel_ranks.quantized, 2, form, "cpu"), [(0, 1), (2, 3)])
+
+
 def test_a_mesh_of_two_dimensions_gives_one_of_them() -> None:
     found = on_ranks(parallel_ranks.of_a_mesh, 4)
     check_pairs(found, [(0, 1)])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hopsparse.formats import NM, NMPattern, bounds_of, parse_form
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import pack_nm
+from hopsparse.ops.peer_sum import reference
 from hopsparse.parallel import (
     ColumnParallelSparseLinear,
     Peers,
@@ -35,7 +36,8 @@ def sparse_layer(
     """A 2:4 layer of small integers, or a quantized one."""
     dense = integers((out, k), seed)
     if "+" in form:
-        matrix: Any = quantize_matrix(dense.to(dtype), parse_form(form))
+        zeros = pack_nm(dense.to(dtype), select="magnitude").to_dense()
+        matrix: Any = quantize_matrix(zeros, parse_form(form))
     else:
         pattern = NMPattern(*(int(each) for each in form.split(":")))
         if form == "2:4":
@@ -203,6 +205,22 @@ def refused(rank: int) -> list[BaseException]:
         except Exception as error:
             found.append(error)
     return found
+
+
+def quantized(rank: int, form: str, device: str) -> list[Tensor]:
+    """Codes are cut with their scales: the sum of the codes' own products, and what it is."""
+    peers = Peers()
+    whole = layer_of(form, 256, 512, 3, torch.bfloat16).to(device)
+    row = RowParallelSparseLinear.from_layer(whole, peers)
+    column = ColumnParallelSparseLinear.from_layer(whole, peers, gather_output=True)
+    x = integers((16, 512), 5, 0.1).to(device, torch.bfloat16)
+    own = x[:, row.bounds[rank] : row.bounds[rank + 1]].contiguous()
+    with torch.no_grad():
+        part = row.shard(own)
+        parts = [torch.empty_like(part) for _ in range(peers.ranks)]
+        dist.all_gather(parts, part)
+        want = reference.peer_sum(parts, torch.bfloat16, row.bias)
+        return [row(own), want, column(x), whole(x)]
 
 
 def of_a_mesh(rank: int) -> list[Any]:

@@ -55,13 +55,18 @@ def on_ranks(
             its.close()
             started.append((process, mine))
         found = []
-        for _, mine in started:
-            try:
-                # The group's own time-out ends a rank that waits for ever.
-                assert mine.poll(timeout + 60), "a rank hangs"
-                found.append(mine.recv())
-            except EOFError:
-                found.append(KILLED)
+        try:
+            for _, mine in started:
+                try:
+                    # The group's own time-out ends a rank that waits for ever.
+                    assert mine.poll(timeout + 60), "a rank hangs"
+                    found.append(mine.recv())
+                except EOFError:
+                    found.append(KILLED)
+        except BaseException:
+            for process, _ in started:
+                process.kill()
+            raise
         for _, mine in started:
             mine.close()
         for process, _ in started:

@@ -177,7 +177,7 @@ class Layers(nn.Module):
         return torch.stack([(weight * weight).sum() * scale for weight in self.weights]).sum()
 
 
-def _hook(ddp: DistributedDataParallel, method: str) -> PlannedState | None:
+def reduce_by(ddp: DistributedDataParallel, method: str) -> PlannedState | None:
     """Let a method reduce the gradients."""
     if method in HYBRID:
         register(ddp, HybridState(**HYBRID[method]))
@@ -209,7 +209,7 @@ def run_rank(asked: Race, rank: int, interface: str, address: str) -> None:
         timeout=timedelta(seconds=300),
     )
     ddp = DistributedDataParallel(Layers(MODELS[asked.model], asked.model == "mlp"))
-    planned = _hook(ddp, asked.method)
+    planned = reduce_by(ddp, asked.method)
     generator = torch.Generator().manual_seed(rank)
     times, sent = [], []
     for step in range(_WARM + asked.steps):
