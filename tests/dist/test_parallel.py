@@ -65,6 +65,18 @@ def test_a_block_of_a_model_is_shared(ranks: int, kv_heads: int) -> None:
         assert [k for _, k in rows] == [128, 64]
 
 
+def test_parts_go_through_slots_in_turn() -> None:
+    for found, used, told in on_ranks(parallel_ranks.standing_in, 2):
+        for one, other in zip(found[::2], found[1::2], strict=True):
+            assert equal(one, other)
+        assert used == [[turn % 2, False] for turn in range(1, 11)]
+        by_kernel, by_collective, columns, peers = told
+        assert "parts by the kernel that reads peers' memory" in by_kernel
+        assert "collectives of gloo: a part of 19200 bytes is above the capacity" in by_collective
+        assert "columns by the kernel that reads peers' memory" in columns
+        assert peers == "2 ranks; peers read parts of up to 4096 bytes"
+
+
 @pytest.mark.parametrize("form", ["2:4+int8", "2:4+fp8/fp8", "2:4+int4:64"])
 def test_codes_are_cut_with_their_scales(form: str) -> None:
     check_pairs(on_ranks(parallel_ranks.quantized, 2, form, "cpu"), [(0, 1), (2, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from hopsparse.formats import NM, NMPattern, bounds_of, parse_form
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import pack_nm
 from hopsparse.ops.peer_sum import reference
+from hopsparse.ops.peer_sum.plan import HEADER_BYTES, Place
 from hopsparse.parallel import (
     ColumnParallelSparseLinear,
     Peers,
@@ -20,6 +22,7 @@ from hopsparse.parallel import (
     parallelize,
 )
 from hopsparse.parallel.cut import whole_of
+from hopsparse.parallel.symmetric import SymmetricMemory
 from hopsparse.quant import quantize_matrix
 
 
@@ -231,3 +234,58 @@ def of_a_mesh(rank: int) -> list[Any]:
     shared = RowParallelSparseLinear.from_layer(layer, peers, input_is_split=False)
     x = integers((3, 128), rank // 2)
     return [shared(x), layer(x), torch.tensor([peers.rank, peers.ranks])]
+
+
+def standing_in(rank: int) -> list[Any]:
+    """The way of parts through slots, with collectives in the place of the kernels.
+
+    Returns:
+        Pairs of what is and what should be, then the slots that were used, and what is told.
+    """
+    peers, used = Peers(), []
+    memory = torch.full((HEADER_BYTES + 5 * 4096,), 0xA5, dtype=torch.uint8)
+    peers._shared = SymmetricMemory(memory, (0,) * peers.ranks, rank, 4096, 1000, None)
+    peers.reason = None
+
+    def part_at(place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        used.append(((place.slot - HEADER_BYTES) // 4096, place.drain))
+        size = math.prod(shape) * dtype.itemsize
+        return memory[place.slot : place.slot + size].view(dtype).view(shape)
+
+    def add(y: Tensor, place: Place, part: torch.dtype, *added: Tensor | None) -> None:
+        mine = part_at(place, tuple(y.shape), part)
+        parts = [torch.empty_like(mine) for _ in range(peers.ranks)]
+        dist.all_gather(parts, mine)
+        y.copy_(reference.peer_sum(parts, y.dtype, *added))
+
+    def beside(y: Tensor, place: Place, bounds: tuple[int, ...]) -> None:
+        shape = (*y.shape[:-1], bounds[rank + 1] - bounds[rank])
+        y.copy_(peers.beside(part_at(place, shape, y.dtype), bounds))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hopsparse.parallel.symmetric.capture_id", lambda device: None)
+        patch.setattr("hopsparse.ops.peer_sum.device.peer_sum", add)
+        patch.setattr("hopsparse.ops.peer_sum.device.peer_gather", beside)
+        found: list[Any] = []
+        for dtype, form in ((torch.bfloat16, "2:4"), (torch.float16, "dense")):
+            up, down = layer_of(form, 192, 64, 1, dtype), layer_of(form, 40, 192, 3, dtype)
+            x, residual = integers((7, 64), 5, 0.1).to(dtype), integers((7, 40), 6).to(dtype)
+            bounds = (0, 128, 192)
+            one = ColumnParallelSparseLinear.from_layer(up, peers, bounds=bounds)
+            gathered = ColumnParallelSparseLinear.from_layer(
+                up, peers, bounds=bounds, gather_output=True
+            )
+            with torch.no_grad():
+                between = up(x)
+                for wide in (False, True):
+                    row = RowParallelSparseLinear.from_layer(
+                        down, peers, bounds=bounds, wide_parts=wide
+                    )
+                    found += [row(one(x), residual), down(between) + residual]
+                    found += [row(one(x)), down(between)]
+                found += [gathered(x), between]
+        many = integers((120, 64), 7, 0.1).to(dtype)
+        told = [row.plan(one(x)).describe(), row.plan(one(many)).describe()]
+        with torch.no_grad():  # 120 tokens are above the capacity, by a collective
+            found += [row(one(many)), down(up(many))]
+    return [found, used, [*told, gathered.plan(x).describe(), peers.describe()]]

@@ -91,6 +91,7 @@ def _rank(
     warnings.simplefilter("error")
     backend, store, timeout = group
     if backend == "nccl":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which is set up on few machines
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,

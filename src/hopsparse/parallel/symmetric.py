@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor
 from ..comm.collective import Group, gather
 from ..launch import capture_id
 from ..ops._product import is_hopper
-from ..ops.peer_sum.plan import HEADER_BYTES, MOST_RANKS, Place
+from ..ops.peer_sum.plan import CHUNK_BYTES, HEADER_BYTES, MOST_RANKS, Place
 
 # Calls alternate between two slots, so that the peers have read one when it is written again; those
 # of a CUDA graph between two others, because nobody knows when it is replayed. The first call of a
@@ -60,6 +62,7 @@ class SymmetricMemory:
         rank: Which of them this is.
         slot_bytes: Of a slot.
         patience_ms: How long a kernel waits for a peer.
+        handle: Of torch; it keeps what is mapped.
     """
 
     memory: Tensor
@@ -67,6 +70,7 @@ class SymmetricMemory:
     rank: int
     slot_bytes: int
     patience_ms: int
+    handle: Any
     _slots: Slots = field(default_factory=Slots)
 
     def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Place]:
@@ -117,25 +121,41 @@ def share(
     Returns:
         The memory, or the same clause on every rank: why there is none.
     """
-    found: SymmetricMemory | str | None = why_no_peer_reads(group, device)
+    found: _Mapped | str | None = why_no_peer_reads(group, device)
     if found is None:
         try:
-            found = _mapped(group, device, slot_bytes, patience_s)
+            found = _mapped(group, device, slot_bytes)
         except Exception as error:  # of torch, which has no class for it
             found = f"symmetric memory: {(str(error).splitlines() or [repr(error)])[0][:200]}"
-    failed = torch.tensor([isinstance(found, str)], dtype=torch.int64, device=device)
+    failed = isinstance(found, str)
+    offset = 0 if isinstance(found, str) else found.offset
+    message = torch.tensor([failed, offset], dtype=torch.int64, device=device)
     # Also says that every rank has zeroed its flags.
-    failures = gather(failed, group).flatten().tolist()
-    if isinstance(found, str) or not any(failures):
+    told = gather(message, group).tolist()
+    if isinstance(found, str):
         return found
-    others = [rank for rank, fails in enumerate(failures) if fails]
-    return f"ranks {others} cannot"
+    if others := [rank for rank, (fails, _) in enumerate(told) if fails]:
+        return f"ranks {others} cannot"
+    bases = tuple(base + its for base, (_, its) in zip(found.bases, told, strict=True))
+    patience_ms = min(int(1e3 * patience_s), 2**32 - 1)
+    rank = dist.get_rank(group)
+    return SymmetricMemory(found.memory, bases, rank, found.slot_bytes, patience_ms, found.handle)
 
 
-def _mapped(
-    group: Group, device: torch.device, slot_bytes: int, patience_s: float
-) -> SymmetricMemory | str:
-    # Multicast, which takes hosts out of service where it is not set up, is never used here.
+@dataclass(frozen=True)
+class _Mapped:
+    """What torch gave: memory, `offset` bytes behind its allocation, and where all of those are."""
+
+    memory: Tensor
+    handle: Any
+    bases: tuple[int, ...]
+    offset: int
+    slot_bytes: int
+
+
+def _mapped(group: Group, device: torch.device, slot_bytes: int) -> _Mapped | str:
+    # Nothing here uses multicast, and where it is not set up torch fails to ask for it.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
     slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -146,10 +166,10 @@ def _mapped(
         memory[:HEADER_BYTES].zero_()
     handle = symmetric.rendezvous(memory, group)
     bases = tuple(int(each) for each in handle.buffer_ptrs)
-    rank = dist.get_rank(group)
-    if len(bases) != group.size() or bases[rank] != memory.data_ptr():
-        return "symmetric memory that does not start where its tensor does"
-    patience_ms = min(int(1e3 * patience_s), 2**32 - 1)
-    found = SymmetricMemory(memory, bases, rank, slot_bytes, patience_ms)
-    found.__dict__["handle"] = handle  # it owns what is mapped
-    return found
+    if len(bases) != group.size():
+        return f"symmetric memory of {len(bases)} ranks"
+    # torch may have taken it from a pool: then it lies inside of what peers map.
+    offset = memory.data_ptr() - bases[dist.get_rank(group)]
+    if offset not in (0, int(getattr(handle, "offset", 0))) or memory.data_ptr() % CHUNK_BYTES:
+        return "symmetric memory that does not lie where torch says"
+    return _Mapped(memory, handle, bases, offset, slot_bytes)
