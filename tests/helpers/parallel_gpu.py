@@ -15,6 +15,7 @@ from hopsparse.formats import bounds_of
 from hopsparse.launch import capture
 from hopsparse.ops.peer_sum import reference
 from hopsparse.parallel import ColumnParallelSparseLinear, Peers, RowParallelSparseLinear
+from tests.helpers import parallel_ranks
 from tests.helpers.parallel_ranks import integers, layer_of
 
 _PATIENCE_S = 15.0  # far more than any call takes, and less than a test does
@@ -181,8 +182,8 @@ def fallbacks(rank: int) -> list[str]:
     return told
 
 
-def gradients(rank: int) -> None:
-    """Gradients through shared 2:4 layers are those of whole ones."""
+def gradients(rank: int) -> int:
+    """Gradients through shared 2:4 layers are those of whole ones; how many tensors are."""
     peers = peers_of()
     up = _on_gpu(layer_of("2:4", 192, 64, 1, torch.bfloat16))
     down = _on_gpu(layer_of("2:4", 24, 192, 3, torch.bfloat16))
@@ -198,13 +199,14 @@ def gradients(rank: int) -> None:
     for whole, shared in zip(*found, strict=True):
         assert whole.abs().max() <= 256
         _equal(shared, whole, "gradient")
+    return len(found)
 
 
 def without_a_peer(rank: int) -> str:
     """A rank whose peer does not come is told, and does not wait for ever."""
     peers = peers_of(patience_s=2.0)
     peers.prepare(torch.bfloat16)
-    dist.barrier()
+    dist.barrier(device_ids=[rank])
     torch.cuda.synchronize()
     if rank == 1:
         time.sleep(6)
@@ -218,6 +220,18 @@ def without_a_peer(rank: int) -> str:
     except RuntimeError:
         return "told" if time.monotonic() - started < 5 else "late"
     return "waited for nobody"
+
+
+def several(rank: int, works: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    """One work after the other, by name: to start ranks takes longer than most of them do."""
+    found: list[Any] = []
+    for name, given in works:
+        work: Callable[..., Any] = globals().get(name) or getattr(parallel_ranks, name)
+        try:
+            found.append(work(rank, *given))
+        except Exception as error:
+            found.append(error)
+    return found
 
 
 def _zero(part: Tensor) -> None:

@@ -70,6 +70,8 @@ def on_ranks(
         for _, mine in started:
             mine.close()
         for process, _ in started:
+            process.join(30)
+            process.kill()  # one whose GPU failed may not come to its end
             process.join()
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +125,9 @@ def share(
     found: _Mapped | str | None = why_no_peer_reads(group, device)
     if found is None:
         try:
-            found = _mapped(group, device, slot_bytes)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of what is new in it
+                found = _mapped(group, device, slot_bytes)
         except Exception as error:  # of torch, which has no class for it
             found = f"symmetric memory: {(str(error).splitlines() or [repr(error)])[0][:200]}"
     failed = isinstance(found, str)
