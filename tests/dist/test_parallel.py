@@ -82,6 +82,17 @@ def test_codes_are_cut_with_their_scales(form: str) -> None:
     check_pairs(on_ranks(parallel_ranks.quantized, 2, form, "cpu"), [(0, 1), (2, 3)])
 
 
+def test_a_shared_model_may_be_fused() -> None:
+    found = on_ranks(parallel_ranks.fused, 2)
+    for each in found:
+        assert not isinstance(each, BaseException), each
+        # q, k and v, gate and up of two blocks.
+        assert len(each["fused"]) == 10
+        # The sums of float32 are of at most 256 terms, in another order, in some 20 layers.
+        assert each["off"] <= 20 * gamma(256, torch.float32) * each["size"]
+    assert all_equal([each["logits"] for each in found])
+
+
 def test_a_mesh_of_two_dimensions_gives_one_of_them() -> None:
     found = on_ranks(parallel_ranks.of_a_mesh, 4)
     check_pairs(found, [(0, 1)])

@@ -181,6 +181,40 @@ def model_of(rank: int, kv_heads: int) -> dict[str, Any]:
     }
 
 
+def fused(rank: int) -> dict[str, Any]:
+    """A tiny sparse Llama: whole, shared, and shared with its layers joined; logits of each."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hopsparse import fuse_blocks
+
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).requires_grad_(False).eval()
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                packed = pack_nm(child.weight.detach(), select="magnitude")
+                setattr(module, name, SparseLinear(packed))
+    tokens = torch.arange(14).view(2, 7) % 96
+    with torch.no_grad():
+        found = [model(tokens).logits]
+        parallelize(model, Peers(), inference=True)
+        found.append(model(tokens).logits)
+        done = fuse_blocks(model)
+        found.append(model(tokens).logits)
+    off = max(float((each - found[0]).abs().max()) for each in found)
+    return {"off": off, "size": float(found[0].abs().max()), "logits": found, "fused": done.fused}
+
+
 def refused(rank: int) -> list[BaseException]:
     """What is refused, on every rank alike."""
     peers = Peers()

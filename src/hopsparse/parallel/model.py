@@ -19,7 +19,9 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def parallelize(model: nn.Module, peers: Peers, *, wide_parts: bool = False) -> list[str]:
+def parallelize(
+    model: nn.Module, peers: Peers, *, wide_parts: bool = False, inference: bool = False
+) -> list[str]:
     """Let ranks share the linear layers of each block; in place.
 
     q, k, v, gate and up are cut by rows, o and down by columns: attention keeps whole heads, those
@@ -32,6 +34,8 @@ def parallelize(model: nn.Module, peers: Peers, *, wide_parts: bool = False) -> 
             `SparseLinear` in nm format, or `nn.Linear`.
         peers: The ranks.
         wide_parts: As `RowParallelSparseLinear` has it.
+        inference: Whether q, k, v, gate and up become plain layers of this rank's rows, which
+            `hopsparse.fuse_blocks` may join; gradients behind them would be those of one rank.
 
     Returns:
         Names of the layers that are shared now.
@@ -58,7 +62,10 @@ def parallelize(model: nn.Module, peers: Peers, *, wide_parts: bool = False) -> 
             layers = [_unwatched(getattr(module, each), f"{name}.{each}") for each in names]
             bounds = bounds_for(module, layers, peers)
             for each, layer, where in zip(names, layers, bounds, strict=True):
-                made.append((module, each, name, _shared(layer, each, where, peers, wide_parts)))
+                shard = _shared(layer, each, where, peers, wide_parts)
+                if inference and isinstance(shard, ColumnParallelSparseLinear):
+                    shard = shard.shard.requires_grad_(False)
+                made.append((module, each, name, shard))
     if not made:
         raise ArgumentError(
             f"a {type(model).__name__} without layers to share",
