@@ -29,6 +29,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import comm as comm
     from . import graphs as graphs
+    from . import parallel as parallel
     from . import prune as prune
     from . import quant as quant
     from . import recover as recover
@@ -89,7 +90,7 @@ _LATER = {
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }
-_FOLDERS = ("comm", "graphs", "prune", "quant", "recover")
+_FOLDERS = ("comm", "graphs", "parallel", "prune", "quant", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 

@@ -7,7 +7,7 @@ from .held import Held, hold, holding, is_holding
 from .kernel import Args, Bound, Kernel, KnownLaunches, kernel_for
 from .occupancy import max_active_blocks, max_active_clusters
 from .pdl import pdl_is_safe
-from .stream import current_stream, is_capturing
+from .stream import capture_id, current_stream, is_capturing
 from .tensormap import MAP_BYTES, Element, check_tiled, encode
 from .watch import launches
 
@@ -24,6 +24,7 @@ __all__ = [
     "KnownLaunches",
     "Turn",
     "capture",
+    "capture_id",
     "check",
     "check_tiled",
     "current_stream",

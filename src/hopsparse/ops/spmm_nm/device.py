@@ -341,11 +341,37 @@ def run(
     Returns:
         [..., out], of swiglu [..., out / 2]; contiguous.
     """
+    y = x.new_empty((*x.shape[:-1], w.shape[0] // fold_of(activation)), dtype=out_dtype)
+    if y.numel():
+        enqueue(y, w, x, bias, residual, activation, alpha, config)
+    return y
+
+
+def enqueue(
+    y: Tensor,
+    w: NM,
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 1,
+    config: Config | None = None,
+) -> None:
+    """`run` into memory that is there already; nothing is checked.
+
+    Args:
+        y: [..., out], contiguous, on 16 bytes, not empty; all is written.
+        w: As for `run`, like all the rest.
+        x: [..., k].
+        bias: [out] or None.
+        residual: As y, or None.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+        alpha: What the sums are multiplied by.
+        config: The tile; None chooses one.
+    """
     out, k = w.shape
-    y = x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
+    out_dtype = y.dtype
     tokens = x.numel() // k
-    if tokens == 0:
-        return y
     row = k
     if not x.is_contiguous() or k % 8 != 0 or x.data_ptr() % 16 != 0:
         x = rows_for_tma(x)
@@ -370,4 +396,3 @@ def run(
         launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
         bound = _BOUND.keep(key, launch.bind(turn, key[0], row, key[1], alpha))
     bound()
-    return y
