@@ -13,6 +13,7 @@
 // reached. Bound: latency of about ten barriers of the cluster; of many rows, reading the scores.
 
 #include "epilogue/value.cuh"
+#include "order/rank.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/cluster.cuh"
@@ -22,8 +23,9 @@ namespace select {
 
 enum class By { rank, mass, threshold };
 
-constexpr u32 kDigits = 256, kPasses = 4, kAll = 0xFFFFFFFF;
-constexpr u32 kAbsent = 0, kNan = 0xFFFFFFFF;
+using namespace order;
+
+constexpr u32 kAll = 0xFFFFFFFF;
 
 struct Args {
   const u8* scores;    // [rows, columns]
@@ -46,7 +48,7 @@ struct Smem {
   u64 mass[kDigits];  // of the whole row, in the pass that is on
   u64 warp_sums[2][32];
   u32 total[kDigits];
-  u32 warp_above[32], warp_ties[32];
+  Tally tally;
   u64 sums[2];  // of this block: all weights, those of forced columns
   u64 found_mass;
   u32 found_digit, found_count, found_any;
@@ -55,14 +57,9 @@ struct Smem {
 };
 
 // What a block knows of its row.
-struct Row {
-  u32 n, budget, first, last;  // columns; how many are chosen at most; forced at either end
-  u32 part, begin, count;      // columns of a part; this one's first, and how many
+struct Row : Bounds {
+  u32 part, begin, count;  // columns of a part; this one's first, and how many
 };
-
-__device__ __forceinline__ bool forced(const Row& r, u32 column) {
-  return column < r.first || column >= r.n - r.last;
-}
 
 // Forced columns among those from `begin` on.
 __device__ __forceinline__ u32 forced_in(const Row& r, u32 begin, u32 count) {
@@ -77,13 +74,6 @@ __device__ __forceinline__ u32 part_count(const Row& r, u32 rank) {
 }
 
 // ---- ranks and weights ---------------------------------------------------------------------
-
-__device__ __forceinline__ u32 rank_of(float score) {
-  if (score != score) return kNan;
-  if (score == -__int_as_float(0x7F800000)) return kAbsent;
-  const u32 bits = __float_as_uint(__fadd_rn(score, 0.0f));  // -0 becomes 0
-  return bits >> 31 ? ~bits : bits | 0x80000000;
-}
 
 __device__ __forceinline__ float score_of(u32 rank) {
   return __uint_as_float(rank >> 31 ? rank & 0x7FFFFFFF : ~rank);
@@ -154,12 +144,8 @@ __device__ __forceinline__ Row row_of(const Args& a, u32 row, u32 rank) {
   Row r;
   const int columns = static_cast<int>(a.columns);
   const int n = a.lengths ? max(0, min(a.lengths[row], columns)) : columns;
-  const int k = max(0, min(a.k ? a.k[row] : a.k_of_all, min(n, static_cast<int>(a.width))));
-  const int last = min(a.recent, k);
-  r.n = n;
-  r.budget = k;
-  r.last = last;
-  r.first = min(min(a.sink, k - last), n - last);
+  const int k = a.k ? a.k[row] : a.k_of_all;
+  set_bounds(r, n, k, static_cast<int>(a.width), a.sink, a.recent);
   r.part = (n + C::kCluster - 1) / C::kCluster;
   r.begin = min(rank * r.part, r.n);
   r.count = part_count(r, rank);
@@ -381,41 +367,6 @@ __device__ __forceinline__ void place_part(Smem<C>& s, const Row& r, u32 own, u3
   }
 }
 
-// A warp has neighbouring columns: first it counts, then it writes behind all warps before it.
-template <class C>
-__device__ __forceinline__ void write(Smem<C>& s, const Args& a, const Row& r, u32 row, u32 last,
-                                      u32 base, u32 taken) {
-  constexpr u32 kWarps = C::kThreads / 32;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, lower = (1u << lane) - 1;
-  const u32 step = (r.count + kWarps * 32 - 1) / (kWarps * 32) * 32;
-  const u32 begin = min(warp * step, r.count), end = min(begin + step, r.count);
-  u32 above = 0, ties = 0;
-  for (u32 i = begin + lane; i - lane < end; i += 32) {
-    const bool in = i < end, held = in && forced(r, r.begin + i);
-    const u32 rank = in ? s.ranks[i] : 0;
-    above += __popc(__ballot_sync(kAll, held || (in && rank > last)));
-    ties += __popc(__ballot_sync(kAll, in && !held && rank == last));
-  }
-  if (lane == 0) s.warp_above[warp] = above, s.warp_ties[warp] = ties;
-  __syncthreads();
-  u32 place = base, tie = 0;
-  for (u32 i = 0; i < warp; ++i) place += s.warp_above[i], tie += s.warp_ties[i];
-  place += min(tie, taken);
-  int* to = a.indices + static_cast<u64>(row) * a.width;
-  for (u32 i = begin + lane; i - lane < end; i += 32) {
-    const bool in = i < end, held = in && forced(r, r.begin + i);
-    const u32 rank = in ? s.ranks[i] : 0;
-    const bool same = in && !held && rank == last;
-    const u32 same_lanes = __ballot_sync(kAll, same);
-    const bool takes = same && tie + __popc(same_lanes & lower) < taken;
-    const u32 lanes = __ballot_sync(kAll, takes || held || (in && rank > last));
-    const u32 at = place + __popc(lanes & lower);
-    if ((lanes >> lane & 1) && at < a.width) to[at] = static_cast<int>(r.begin + i);
-    place += __popc(lanes);
-    tie += __popc(same_lanes);
-  }
-}
-
 // Grid: a cluster along x for each row.
 template <class C>
 __device__ __forceinline__ void run(const Args& a) {
@@ -436,8 +387,9 @@ __device__ __forceinline__ void run(const Args& a) {
   sync_row<C>();
   u32 base, taken, count;
   place_part<C>(s, r, own, equal, base, taken, count);
-  write<C>(s, a, r, row, last, base, taken);
   int* to = a.indices + static_cast<u64>(row) * a.width;
+  write_chosen<C::kThreads>(s.tally, r, {s.ranks, r.begin, r.count}, {last, base, taken}, to,
+                            a.width);
   for (u32 i = count + own * C::kThreads + threadIdx.x; i < a.width;
        i += C::kCluster * C::kThreads) {
     to[i] = -1;
