@@ -36,10 +36,6 @@ struct ChooseSmem {
 
 // ---- ranks ---------------------------------------------------------------------------------
 
-struct alignas(16) Four {
-  u32 of[4];
-};
-
 // Ranks of this block's rows from `begin` to `end` to the first block, four at a time: pieces are
 // whole fours but for the last one of the sequence, and what is behind its end is absent. So are
 // forced rows, which are chosen whatever their rank.
@@ -50,7 +46,7 @@ __device__ __forceinline__ void send_ranks(ChooseSmem<C>& s, const Args& a, cons
 #pragma unroll 1
   for (u32 own = begin + threadIdx.x * 4; own < end; own += Facts<C>::kThreads * 4) {
     const u32 row = row_at<C>(r, own);
-    Four ranks;
+    order::Four ranks;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       const float most = most_of<C>(s.of, a, r, own - begin + i);
@@ -78,43 +74,6 @@ __device__ __forceinline__ void count_digits(ChooseSmem<C>& s, u32 n, u32 pass, 
   }
 }
 
-// By each warp: the first digit, from the largest down, at which `room` ranks are reached. Less
-// room is left where fewer ranks are there, which can be so in the first pass.
-struct Found {
-  u32 digit, before;  // ranks of larger digits
-  bool all;           // of the digit are chosen
-};
-
-__device__ __forceinline__ Found find_digit(const u32* counts, u32& room) {
-  constexpr u32 kEach = order::kDigits / 32;
-  const u32 lane = threadIdx.x % 32, from = order::kDigits - kEach - lane * kEach;
-  u32 own[kEach], count = 0;
-#pragma unroll
-  for (u32 i = 0; i < kEach; i += 4) {
-    const Four four = *reinterpret_cast<const Four*>(counts + from + i);
-#pragma unroll
-    for (u32 j = 0; j < 4; ++j) own[i + j] = four.of[j], count += four.of[j];
-  }
-  u32 after = count;
-#pragma unroll
-  for (u32 step = 1; step < 32; step *= 2) {
-    const u32 more = __shfl_up_sync(kAll, after, step);
-    if (lane >= step) after += more;
-  }
-  room = min(room, __shfl_sync(kAll, after, 31));
-  if (room == 0) return {0, 0, true};
-  u32 before = after - count, digit = from + kEach - 1, here = own[kEach - 1];
-#pragma unroll
-  for (u32 i = kEach - 1; i-- > 0;) {
-    if (before + here < room) before += here, here = own[i], --digit;
-  }
-  // The first lane that reaches it; 8 bits of the digit, one, and a number of blocks.
-  const u32 lanes = __ballot_sync(kAll, after >= room);
-  const u32 told = digit | u32(before + here == room) << 8 | before << 9;
-  const u32 word = __shfl_sync(kAll, told, __ffs(lanes) - 1);
-  return {word & 0xFF, word >> 9, (word >> 8 & 1) != 0};
-}
-
 // Ranks that are chosen, of those that are not forced.
 template <class C>
 __device__ __forceinline__ order::Cut find_cut(ChooseSmem<C>& s, const order::Bounds& bounds) {
@@ -123,27 +82,26 @@ __device__ __forceinline__ order::Cut find_cut(ChooseSmem<C>& s, const order::Bo
   for (u32 pass = 0; pass < order::kPasses; ++pass) {
     count_digits<C>(s, bounds.n, pass, prefix);
     __syncthreads();
-    const Found found = find_digit(s.count[pass], room);
-    if (room == 0) return {order::kNan, 0, 0};
+    const order::Found found = order::find_digit(s.count[pass], room);
+    if (room == 0) return {order::kNan, bounds.first, 0};
     prefix = prefix << 8 | found.digit;
-    const u32 least = prefix << (24 - 8 * pass);
-    if (found.all) return {least - (least > 0), 0, 0};  // 0 is no rank of what is there
+    if (found.all) return {order::below_digits(prefix, pass), bounds.first, 0};
     room -= found.before;
   }
-  return {prefix, 0, room};
+  return {prefix, bounds.first, room};
 }
 
 template <class C>
 __device__ __forceinline__ void choose(ChooseSmem<C>& s, const ChooseArgs& a, u64 head,
                                        const order::Bounds& bounds) {
+  constexpr u32 kThreads = Facts<C>::kThreads;
   const order::Cut cut = find_cut<C>(s, bounds);
   int* to = a.indices + head * a.width;
-  order::write_chosen<Facts<C>::kThreads>(s.tally, bounds, {s.ranks, 0, bounds.n}, cut, to,
-                                          a.width);
+  order::write_chosen<kThreads>(s.tally, {s.ranks, 0, bounds.n}, cut, to, a.width);
   u32 above = 0, ties = 0;
   for (u32 i = 0; i < C::kWarps; ++i) above += s.tally.above[i], ties += s.tally.ties[i];
-  const u32 count = above + min(ties, cut.taken);
-  for (u32 i = count + threadIdx.x; i < a.width; i += Facts<C>::kThreads) to[i] = -1;
+  const u32 count = bounds.first + above + min(ties, cut.taken) + bounds.last;
+  order::write_ends(bounds, count, threadIdx.x, kThreads, to, a.width);
   if (threadIdx.x == 0) a.counts[head] = static_cast<int>(count);
 }
 
