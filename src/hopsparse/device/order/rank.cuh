@@ -127,6 +127,7 @@ __device__ __forceinline__ void write_chosen(Tally& tally, const Part& part, con
   for (u32 i = 0; i < warp; ++i) place += tally.above[i], tie += tally.ties[i];
   place += min(tie, cut.taken);
   const bool with_ties = tie < cut.taken;
+#pragma unroll 1
   for (u32 i = begin + lane; i - lane < end; i += 32) {
     const u32 rank = i < end ? part.ranks[i] : 0;
     const bool over = rank > cut.last, same = with_ties && i < end && rank == cut.last;
@@ -145,10 +146,13 @@ __device__ __forceinline__ void write_chosen(Tally& tally, const Part& part, con
 // -1 behind them. A thread of `threads` has every so manieth place.
 __device__ __forceinline__ void write_ends(const Bounds& r, u32 count, u32 thread, u32 threads,
                                            int* to, u32 width) {
+#pragma unroll 1
   for (u32 i = thread; i < r.first; i += threads) to[i] = static_cast<int>(i);
+#pragma unroll 1
   for (u32 i = thread; i < r.last; i += threads) {
     to[count - r.last + i] = static_cast<int>(r.n - r.last + i);
   }
+#pragma unroll 1
   for (u32 i = count + thread; i < width; i += threads) to[i] = -1;
 }
 

@@ -46,12 +46,13 @@ __device__ __forceinline__ void send_ranks(ChooseSmem<C>& s, const Args& a, cons
 #pragma unroll 1
   for (u32 own = begin + threadIdx.x * 4; own < end; own += Facts<C>::kThreads * 4) {
     const u32 row = row_at<C>(r, own);
+    float most[4] = {};
+    most_of<C>(most, s.of, a, r, own - begin);
     order::Four ranks;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-      const float most = most_of<C>(s.of, a, r, own - begin + i);
       const bool free = row + i < r.count && !order::forced(bounds, row + i);
-      ranks.of[i] = free ? order::rank_of(most) : order::kAbsent;
+      ranks.of[i] = free ? order::rank_of(most[i]) : order::kAbsent;
     }
     store_async_x4(cluster_address(shared_address(s.ranks + row), 0),
                    cluster_address(shared_address(&s.ranks_are_there), 0), ranks.of[0], ranks.of[1],
@@ -78,7 +79,7 @@ __device__ __forceinline__ void count_digits(ChooseSmem<C>& s, u32 n, u32 pass, 
 template <class C>
 __device__ __forceinline__ order::Cut find_cut(ChooseSmem<C>& s, const order::Bounds& bounds) {
   u32 room = bounds.budget - bounds.first - bounds.last, prefix = 0;
-#pragma unroll
+#pragma unroll 1
   for (u32 pass = 0; pass < order::kPasses; ++pass) {
     count_digits<C>(s, bounds.n, pass, prefix);
     __syncthreads();

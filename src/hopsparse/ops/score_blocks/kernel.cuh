@@ -28,7 +28,9 @@ __device__ __forceinline__ void write(const Smem<C>& s, const Args& a, const Row
   for (u32 own = begin + threadIdx.x; own < end; own += Facts<C>::kThreads) {
     const u32 row = row_at<C>(r, own);
     if (!a.per_head) {
-      a.scores[r.head * a.blocks + row] = most_of<C>(s, a, r, own - begin);
+      float most[1] = {};
+      most_of<C>(most, s, a, r, own - begin);
+      a.scores[r.head * a.blocks + row] = most[0];
       continue;
     }
 #pragma unroll 1

@@ -246,17 +246,27 @@ __device__ __forceinline__ void merge(Smem<C>& s, const Args& a, u32 blocks_of_c
   }
 }
 
-// The largest part of any query head's mass that row `at` of shared memory may have, as a
-// logarithm.
-template <class C>
-__device__ __forceinline__ float most_of(const Smem<C>& s, const Args& a, const Rows& r, u32 at) {
-  const float* scores = s.scores + at;
-  float most = scores[0] - s.whole[0];
-  for (u32 g = 1; g < a.group; ++g) {
-    const float value = scores[g * r.room] - s.whole[g];
-    most = value > most || value != value ? value : most;  // NaN stays
+struct alignas(16) FourScores {
+  float of[4];
+};
+
+// The largest part of any query head's mass that rows may have, as logarithms: `N` neighbours from
+// `at` on in shared memory, 1 or 4.
+template <class C, int N>
+__device__ __forceinline__ void most_of(float (&most)[N], const Smem<C>& s, const Args& a,
+                                        const Rows& r, u32 at) {
+#pragma unroll 1
+  for (u32 g = 0; g < a.group; ++g) {
+    const float* scores = s.scores + g * r.room + at;
+    const float whole = s.whole[g];
+    FourScores four;
+    if constexpr (N == 4) four = *reinterpret_cast<const FourScores*>(scores);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = (N == 4 ? four.of[i] : scores[i]) - whole;
+      most[i] = g == 0 || value > most[i] || value != value ? value : most[i];  // NaN stays
+    }
   }
-  return most;
 }
 
 // ---- the order of both kernels -------------------------------------------------------------
