@@ -215,12 +215,7 @@ def run(
     if tokens == 0:
         return y
     made = layout_of(w)
-    if config is None:
-        known = made.decided.get(class_of(tokens))
-        known = known or decide_on(made, Problem(tokens, out, k), w.dtype, device)
-        config = known.config
-    elif grain_of(config) not in made.counts:
-        _refuse(config, w)
+    config = _tile(made, w, tokens, device, config)
     if isinstance(config, FragmentConfig):
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         return run_fragments(w, x, y, bias, residual, epilogue, alpha, config)
@@ -241,9 +236,9 @@ def run(
     )
     bound = BOUND.get(key)
     if bound is None:
-        problem = Problem(tokens, out, k)
         epilogue = Epilogue(out_dtype, activation, residual is not None)
-        launch = launch_for(problem, strips.lengths.numel(), x.dtype, epilogue, device, config)
+        problem, count = Problem(tokens, out, k), strips.lengths.numel()
+        launch = launch_for(problem, count, x.dtype, epilogue, device, config)
         bound = BOUND.keep(key, launch.bind(stream, x.data_ptr(), row, pointers, alpha))
     bound()
     return y
@@ -259,6 +254,18 @@ def decide_on(made: Ready, problem: Problem, dtype: torch.dtype, device: int) ->
         device: Ordinal of the GPU.
     """
     return made.decide(problem, NAMES[dtype], target_of(device), machine_of(device))
+
+
+def _tile(
+    made: Ready, w: BSR, tokens: int, device: int, config: Config | FragmentConfig | None
+) -> Config | FragmentConfig:
+    """The tile that runs: the one that is asked for, if blocks can run it, or chosen."""
+    if config is None:
+        known = made.decided.get(class_of(tokens))
+        return (known or decide_on(made, Problem(tokens, *w.shape), w.dtype, device)).config
+    if grain_of(config) not in made.counts:
+        _refuse(config, w)
+    return config
 
 
 def _refuse(config: Config | FragmentConfig, w: BSR) -> NoReturn:

@@ -38,8 +38,7 @@ def spmm_bsr(
     """Multiply by a block-sparse weight: y = act(alpha * x @ w.T + bias) + residual.
 
     On a Hopper GPU a weight of 16-bit values, in blocks of a multiple of 16 columns, runs as one
-    kernel where that was measured (`tuning.tune_weight`), or is predicted, to be faster than to
-    decode w and multiply; `plan` says. Its
+    kernel where that was measured, or is predicted, to be faster than decoding; `plan` says. Its
     layout is made at the first call and kept as long as `w.values`. All else, and every call under
     torch.func or with dual numbers, decodes w. Differentiable in x, bias, residual and the kept
     values; gradients run dense. One graph under torch.compile, which always takes the kernel where

@@ -19,9 +19,9 @@ from ...compiler import KernelCache
 from ...errors import ArgumentError, UnsupportedError
 from ...formats.bsr import BSR
 from ...launch import holding
-from ...measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
+from ...measure.clock import Contender, gpu, time_side_by_side
 from ...measure.fault import wait_for
-from ...measure.reference import Reference, first_and_last, largest_excess
+from ...measure.reference import Reference, cold_copies, first_and_last, largest_excess
 from ...measure.timing import Timing
 from ...plan import KernelSpec, Target
 from ...tune import Ranking, Show, Steps, Store, machine_of, token_class, tune
@@ -76,7 +76,7 @@ def named_candidates(
         >>> w = BSR.from_dense(torch.eye(4096, dtype=torch.bfloat16), (64, 64))
         >>> found = named_candidates(w, Problem(2048, 4096, 4096), TARGETS["h200"], few=2)
         >>> [name.split()[0].rstrip(",") for name in found.by_name]
-        ['64x256x1x64_s5', 'dense', '128x128x1x64_s6']
+        ['64x256x1x64_s5', 'dense', 'mma_256x128_s6_c2']
     """
     if few < 1:
         raise ArgumentError(f"few={few}", need="1 or more", hint=f"few={FEW}")
@@ -92,8 +92,8 @@ def named_candidates(
     choice = by_model(counts, w.block, problem, dtype, target).config
     ordered = sorted(timed, key=lambda tile: doubted_us(tile, timed[tile]))
     best = timed[ordered[0]]
-    worth = [tile for tile in ordered[:few] if timed[tile] <= _HOPELESS * best]
-    tiles = dict.fromkeys((choice, *worth, *(tile for tile in also if tile in timed)))
+    worth = [tile for tile in ordered if tile != choice and timed[tile] <= _HOPELESS * best]
+    tiles = dict.fromkeys((choice, *worth[: few - 1], *(tile for tile in also if tile in timed)))
     names = versions(dtype, tiles)
     first, *rest = names.items()
     return Candidates(
@@ -237,9 +237,8 @@ class Pattern:
     @cached_property
     def copies(self) -> list[BSR]:
         """The weight, and its negative last: whoever remembers the first is found out."""
-        l2_bytes = torch.cuda.get_device_properties(self.w.values.device).L2_cache_size
-        stored = max(1, self.w.values.numel() * self.w.values.element_size())
-        count = copies_to_defeat_l2(stored, l2_bytes, most=64)
+        stored = max(1, self.w.values.numel())
+        count = cold_copies((stored, 1), 8 * self.w.values.element_size(), self.w.values.device)
         same = [self._with(self.w.values.clone()) for _ in range(count - 1)]
         return [*same, self._with(0 - self.w.values)]
 
