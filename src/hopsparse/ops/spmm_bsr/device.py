@@ -214,8 +214,7 @@ def run(
     tokens = x.numel() // k
     if tokens == 0:
         return y
-    made = layout_of(w)
-    config = _tile(made, w, tokens, device, config)
+    config = _tile(made := layout_of(w), w, tokens, device, config)
     if isinstance(config, FragmentConfig):
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         return run_fragments(w, x, y, bias, residual, epilogue, alpha, config)

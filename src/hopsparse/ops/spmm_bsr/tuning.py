@@ -36,6 +36,8 @@ Call = Callable[[], Tensor]
 FEW = 8
 # Tiles that are predicted to take longer than this many times the fastest are left out.
 _HOPELESS = 2.5
+# Every pattern is tuned for itself, so a search is short: a second for five tiles.
+_ROUNDS, _MIN_MS = 15, 2.0
 _LARGEST = 2  # of the whole numbers that a tile is checked on
 
 
@@ -232,7 +234,13 @@ class Pattern:
         contenders = [Contender(name, each.timed) for name, each in ready.items()]
         # Copies that graphs read are kept for as long as they are replayed, and no longer.
         with torch.no_grad(), holding():
-            return time_side_by_side(contenders, budget_s=seconds, device=self.w.values.device)
+            return time_side_by_side(
+                contenders,
+                rounds=_ROUNDS,
+                min_ms=_MIN_MS,
+                budget_s=seconds,
+                device=self.w.values.device,
+            )
 
     @cached_property
     def copies(self) -> list[BSR]:
