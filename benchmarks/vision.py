@@ -10,8 +10,8 @@ in CUDA graphs that take turns in one run. Rivals are the dense model: `eager` a
 by torch.compile block by block in the default mode, `max-autotune` in that mode (without its own
 graphs). Ours runs its kernels, and what lies between two products is one function that
 torch.compile makes for all blocks; the stem is compiled too. `--three` says whether 3x3
-convolutions of ResNet are sparse (im2col and a product), dense as torch has them, or both as two
-variants.
+convolutions of ResNet are sparse (im2col and a product), sparse with windows gathered inside the
+kernel (`implicit`, of 2:4 weights), dense as torch has them, or several of these as variants.
 
 Each variant is compared with the same numbers in float32 before it is timed: `error` is the
 relative distance of the scores of two images. Appends one JSON row a variant; the table comes last.
@@ -52,6 +52,7 @@ from hopsparse.measure.clock import Contender, gpu, time_side_by_side
 from hopsparse.measure.timing import Timing, ratio
 
 RIVALS = ("eager", "compiled", "max-autotune")
+THREES = ("sparse", "implicit", "dense")
 #: What is measured where no form is named; 37 % of the blocks are kept where ResNet is asked for.
 FORMS = {
     "vit": ("2:4", "2:4+fp8", "block:16x16:0.9", "block:32x32:0.9"),
@@ -160,6 +161,7 @@ def ours(options: Any, dense: nn.Module, text: str, three: str) -> nn.Module:
     model.stem.compile(**how)
     for layer in (each for each in model.modules() if isinstance(each, Convolution)):
         layer.most_bytes = options.most_mb << 20 if options.most_mb else None
+        layer.implicit = three == "implicit"
     return model
 
 
@@ -266,7 +268,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--forms", nargs="*", help="such as 2:4, 2:4+fp8, block:16x16:0.9")
     parser.add_argument("--rivals", nargs="*", default=["eager", "compiled"], choices=RIVALS)
-    parser.add_argument("--three", nargs="+", default=["sparse"], choices=("sparse", "dense"))
+    parser.add_argument("--three", nargs="+", default=["sparse"], choices=THREES)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--most-mb", type=int, default=0, help="windows at one time; 0: all")
     parser.add_argument("--rounds", type=int, default=15)

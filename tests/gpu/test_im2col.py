@@ -10,10 +10,10 @@ from hopsparse.errors import UnsupportedError
 from hopsparse.formats import BSR, NM, NMPattern
 from hopsparse.launch import kernel as launch_kernel
 from hopsparse.nn import Convolution, SparseLinear
+from hopsparse.ops._windows import Windows
 from hopsparse.ops.im2col import cases, reference
 from hopsparse.ops.im2col.device import run
 from hopsparse.ops.im2col.op import gather, plan
-from hopsparse.ops.im2col.windows import Windows
 from hopsparse.prune import magnitude
 
 LAST = torch.channels_last

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hopsparse.ops._windows import Windows
 from hopsparse.ops.im2col import plan
 from hopsparse.ops.im2col.device import args_for, vector_of
-from hopsparse.ops.im2col.windows import Windows
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,8 @@ Run = Callable[..., Tensor]
 def compiled(folder: Path) -> Run:
     """The kernel: images, windows and bytes of a vector to columns; what is not written is 0xA5."""
     kernel = (ROOT / "src/hopsparse/ops/im2col/kernel.cuh").read_text(encoding="utf-8")
-    text = re.sub(r"^\s*#(include|pragma unroll).*$", "", kernel, flags=re.MULTILINE)
+    kernel = (ROOT / "src/hopsparse/device/tile/divisor.cuh").read_text(encoding="utf-8") + kernel
+    text = re.sub(r"^\s*#(include|pragma).*$", "", kernel, flags=re.MULTILINE)
     fields = f"static constexpr int kVector = Vector, kUnroll = {plan.UNROLL};"
     config = f"template <int Vector> struct Tested {{ {fields} }};"
     source, library = folder / "im2col.cpp", folder / "im2col.so"

@@ -9,11 +9,12 @@ from torch.nn import functional as F
 
 from hopsparse.errors import ArgumentError
 from hopsparse.ops import im2col
+from hopsparse.ops._windows import Windows
 from hopsparse.ops.im2col import cases, plan
 from hopsparse.ops.im2col.device import vector_of
 from hopsparse.ops.im2col.op import gather
 from hopsparse.ops.im2col.op import plan as plan_of
-from hopsparse.ops.im2col.windows import Windows
+from hopsparse.plan.division import divisor
 from tests.helpers.im2col_on_cpu import Run, compiled
 
 LAST = torch.channels_last
@@ -87,7 +88,7 @@ def test_channels_that_are_no_neighbours_have_no_vector() -> None:
 def test_division_by_multiplication() -> None:
     sizes = [*range(1, 70), 3136, 50176, 65535, 65536, 2**20 + 1, 2**30, 2**31 - 2, 2**31 - 1]
     for size in sizes:
-        by = plan.divisor(size)
+        by = divisor(size)
         assert by.factor < 2**32
         near = {k * size + d for k in (0, 1, 2, 77, 2**31 // size) for d in (-1, 0, 1)}
         for n in (n for n in near | {2**31 - 1} if 0 <= n < 2**31):

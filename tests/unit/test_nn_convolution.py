@@ -16,7 +16,7 @@ from hopsparse.nn import (
     pointwise_as_linear,
     restore_convolutions,
 )
-from hopsparse.ops.im2col.windows import Windows
+from hopsparse.ops._windows import Windows
 from hopsparse.prune import magnitude
 
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
+from ..ops._windows import Windows
 from ..ops.im2col.op import gather
-from ..ops.im2col.windows import Windows
 from ._convolutions import (
     check_images,
     check_model,
@@ -21,6 +21,7 @@ from ._convolutions import (
     put,
     replaced,
 )
+from ._windows import product_of_windows
 from .pointwise import Pointwise, why_not_pointwise
 
 #: Where a convolution has fewer input channels, its windows are short and odd: a stem of 3 colours.
@@ -42,6 +43,8 @@ class Convolution(nn.Module):
 
     Attributes:
         most_bytes: Bytes of windows that exist at one time, but those of one image; None: of all.
+        implicit: Let the kernel of a 2:4 weight gather the windows itself where it can: channels-
+            last images of a multiple of 64 channels of 16 bits, square windows, no gradient.
 
     Example:
         >>> conv = nn.Conv2d(16, 8, 3, stride=2, padding=1).requires_grad_(False)
@@ -51,6 +54,7 @@ class Convolution(nn.Module):
     """
 
     most_bytes: int | None = None
+    implicit: bool = False
     channels_last: bool = False  # Of the weight of the convolution that this was made of.
 
     def __init__(self, linear: nn.Module, windows: Windows) -> None:
@@ -58,7 +62,7 @@ class Convolution(nn.Module):
         if not isinstance(windows, Windows):
             raise ArgumentError(
                 f"windows of type {type(windows).__name__}",
-                need="Windows of hopsparse.ops.im2col.windows",
+                need="hopsparse.ops.Windows",
                 hint="Convolution.from_conv(conv)",
             )
         self.linear = linear
@@ -144,6 +148,10 @@ class Convolution(nn.Module):
     def _images(self, x: Tensor) -> Tensor:
         """[n, out, places] with neighbouring channels."""
         places = self.windows.places(x.shape[2], x.shape[3])
+        if self.implicit:
+            whole = product_of_windows(self.linear, x, self.windows)
+            if whole is not None:
+                return whole.view(x.shape[0], *places, whole.shape[1]).movedim(-1, 1)
         of_image = prod(places) * self.windows.taps * x.shape[1] * x.element_size()
         n = x.shape[0]
         step = n if self.most_bytes is None else max(1, self.most_bytes // of_image)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ._paged import PagedKV, contiguous_pages
 from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
+from ._windows import Windows
 from .attend_decode.op import attend_decode
 from .attend_prefill.op import attend_prefill
 from .attend_prefill.tiles import score_tiles
@@ -44,6 +45,7 @@ __all__ = [
     "PagedKV",
     "Plan",
     "Scaling",
+    "Windows",
     "append_keys",
     "attend_decode",
     "attend_prefill",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .windows import Windows
+from .._windows import Windows
 
 _THREE = Windows((3, 3), padding=(1, 1))
 _HALVED = Windows((3, 3), (2, 2), (1, 1))

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...launch import KnownLaunches, Turn, current_stream, kernel_for, starts_early
+from ...plan.division import divisor
+from .._windows import Windows
 from . import plan
-from .windows import Windows
 
 _BOUND = KnownLaunches()
 
@@ -83,7 +84,7 @@ def args_for(x: Tensor, columns: Tensor, windows: Windows, vector: int) -> plan.
         x.data_ptr(),
         columns.data_ptr(),
         *(x.stride(i) * size for i in (0, 2, 3)),
-        *(plan.divisor(count) for count in windows.places(height, width)),
+        *(divisor(count) for count in windows.places(height, width)),
         columns.shape[0],
         height,
         width,

@@ -12,16 +12,11 @@
 #include "ptx/base.cuh"
 #include "ptx/global.cuh"
 #include "ptx/grid.cuh"
+#include "tile/divisor.cuh"
 
 namespace im2col {
 
 using i64 = long long;
-
-// n / size for n below 2^31, without a division; plan.py makes the factor.
-struct Divisor {
-  u32 size, factor, shift;
-  __device__ __forceinline__ u32 operator()(u32 n) const { return u64(n) * factor >> shift; }
-};
 
 struct Args {
   const u8* x;

@@ -10,9 +10,9 @@ from torch import Tensor
 from ...errors import ArgumentError
 from .._call import is_plain, is_transformed
 from .._product import Plan, is_dense, is_hopper, told
+from .._windows import Windows
 from . import reference
 from .plan import VECTORS, has_kernel
-from .windows import Windows
 
 
 def im2col(

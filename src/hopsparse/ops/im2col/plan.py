@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from ...errors import ArgumentError
+from ...plan.division import Divisor
 from ...plan.spec import KernelSpec
 
 #: Threads of a block: what 3x3 windows of 256 channels of 16 bits are in pieces of 16 bytes, and
@@ -18,33 +19,6 @@ VECTORS = (16, 8, 4, 2, 1)
 #: Rows that the kernel counts in 32 bits, with room for the last block.
 MOST_ROWS = 2**31 - 2**16
 _GRID_Y = 65_535
-
-
-class Divisor(ctypes.Structure):
-    """`struct Divisor` of kernel.cuh."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("factor", ctypes.c_uint32),
-        ("shift", ctypes.c_uint32),
-    )
-
-
-def divisor(size: int) -> Divisor:
-    """Numbers that divide by `size`: n / size = n * factor >> shift for n below 2^31.
-
-    Division by invariant integers using multiplication (Granlund and Montgomery, PLDI 1994).
-
-    Args:
-        size: 1 to 2^31 - 1.
-
-    Example:
-        >>> by = divisor(7)
-        >>> 2147483647 * by.factor >> by.shift, 2147483647 // 7
-        (306783378, 306783378)
-    """
-    shift = 31 + (size - 1).bit_length()
-    return Divisor(size, -(-(1 << shift) // size), shift)
 
 
 class Args(ctypes.Structure):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from .windows import Windows
+from .._windows import Windows
 
 
 def im2col(x: Tensor, windows: Windows) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import ArgumentError
+from ..errors import ArgumentError
 
 
 @dataclass(frozen=True)
