@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .models.staged import plan_and_sparsify as plan_and_sparsify
     from .models.staged import sparsify_and_recover as sparsify_and_recover
     from .models.verify import verify_checkpoint as verify_checkpoint
+    from .models.vision import sparsify_vision as sparsify_vision
     from .prune import Recipe as Recipe
     from .recover import RecoverOptions as RecoverOptions
 
@@ -89,6 +90,7 @@ _LATER = {
     "models.sparsify": ("sparsify", "sparsify_checkpoint"),
     "models.staged": ("plan_and_sparsify", "sparsify_and_recover"),
     "models.verify": ("verify_checkpoint",),
+    "models.vision": ("sparsify_vision",),
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ._paged import PagedKV, contiguous_pages
 from ._product import COMPUTE_DTYPES, Case, Plan, decompress, product
+from ._windows import Windows
 from .attend_decode.op import attend_decode
 from .attend_prefill.op import attend_prefill
 from .attend_prefill.tiles import score_tiles
@@ -16,6 +17,7 @@ from .attend_prefill.tiles import score_tiles
 # Importing a folder sets the name of the folder here, and the next lines set it to the function.
 # Python imports a folder once, so that nothing sets it back.
 from .hybrid_gradient.op import hybrid_gradient
+from .im2col.op import im2col
 from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
 from .rope_append.op import rope_append
@@ -32,8 +34,8 @@ from .spmm_nm.op import spmm_nm
 from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
-#: `quantize_rows` its inputs; `hybrid_gradient` makes what is sent of gradients. `csr_matmul` is
-#: y = a @ x, and `sddmm_csr` its gradient.
+#: `quantize_rows` and `im2col` its inputs; `hybrid_gradient` makes what is sent of gradients.
+#: `csr_matmul` is y = a @ x, and `sddmm_csr` its gradient.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "PagedKV",
     "Plan",
     "Scaling",
+    "Windows",
     "append_keys",
     "attend_decode",
     "attend_prefill",
@@ -54,6 +57,7 @@ __all__ = [
     "csr_matmul",
     "decompress",
     "hybrid_gradient",
+    "im2col",
     "interleave_gate_up",
     "missed_mass",
     "pack_nm",
