@@ -34,9 +34,12 @@ class Constants:
         tensor_share: Of the rate at which an instruction is bound by its operands alone.
         l2_bytes: That one SM gets in a clock.
         least_clocks: Of a unit.
+        widen_clocks: More, of a unit of a panel whose kept values are widened.
         unit_norm: Exponent of a unit's norm.
         tile_clocks: Of storing a tile, whatever its size.
         piece_clocks: Of 64 x 16 of it.
+        ways_clocks: Of adding the sums of one more warpgroup of a team.
+        way_piece_clocks: Of 64 x 16 of them.
         parts_clocks: Of adding parts of k.
         part_piece_clocks: Of 64 x 16 of one part.
         promote_clocks: Of waiting for the products of one stage, where sums are promoted.
@@ -51,9 +54,12 @@ class Constants:
     tensor_share: float = 0.749
     l2_bytes: float = 74.0
     least_clocks: float = 145.0
+    widen_clocks: float = 60.0
     unit_norm: float = 4.8
     tile_clocks: float = 537.0
     piece_clocks: float = 37.6
+    ways_clocks: float = 100.0
+    way_piece_clocks: float = 70.0
     parts_clocks: float = 703.0
     part_piece_clocks: float = 294.0
     promote_clocks: float = 0.0
@@ -122,9 +128,9 @@ def counted(max_tokens: SupportsIndex) -> int:
 
 
 def stages_of_k(config: Config, problem: Problem) -> int:
-    """Stages that a block walks: its part of k, rounded up to an even number."""
+    """Stages that a block walks: its part of k, rounded up to an even number for each of a team."""
     stages = ceil(problem.k / (config.columns * config.cluster_k))
-    return stages + stages % 2
+    return -(-stages // (2 * config.ways)) * 2 * config.ways
 
 
 def suits(config: Config, problem: Problem, sm_count: int) -> bool:
@@ -185,15 +191,16 @@ def tiles(config: Config, problem: Problem) -> int:
 def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float:
     """Clocks of one unit of k in one tile; of a problem of so many tokens."""
     fitted = FITTED[config.bits]
-    panels = config.warpgroups * config.panels
+    panels = config.all_panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / fitted.tensor_share
     values = panels * config.value_bytes / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
-    terms = [tensor, (values + rows) / fitted.l2_bytes, fitted.least_clocks]
+    least = fitted.least_clocks + config.panels * fitted.widen_clocks * config.four_bit_w
+    terms = [tensor, (values + rows) / fitted.l2_bytes, least / config.ways]
     if promoted:  # An addition for each sum of a thread, once a stage.
         left = config.panels * config.tokens / 2 + fitted.promote_clocks
-        terms.append(tensor / config.warpgroups + left / config.units)
+        terms.append(tensor / config.warpgroups + left / (config.units * config.ways))
     return _norm(fitted.unit_norm, *terms)
 
 
@@ -219,6 +226,8 @@ def predicted_us(
     units = stages_of_k(config, problem) * config.units
     pieces = config.out // 64 * config.tokens / 16
     tile = fitted.tile_clocks + fitted.piece_clocks * pieces
+    if config.ways > 1:
+        tile += (config.ways - 1) * (fitted.ways_clocks + fitted.way_piece_clocks * pieces)
     if config.cluster_k > 1:
         tile += fitted.parts_clocks + fitted.part_piece_clocks * pieces * (config.cluster_k - 1)
     clocks = waves * (units * unit_clocks(config, problem.tokens, promoted=promoted) + tile)

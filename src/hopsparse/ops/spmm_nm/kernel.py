@@ -54,6 +54,7 @@ class Config:
         cluster_k: Blocks that share a tile, each a part of k.
         bits: Of an entry of x and w, 16 or 8.
         four_bit_w: Whether kept values have 4 bits in shared memory, and `bits` in registers.
+        ways: Consumers that share their panels, and take the stages in turn.
 
     Raises:
         ArgumentError: No block can work like that. What is left may still want more registers than
@@ -63,8 +64,8 @@ class Config:
         >>> Config(2, 1, tokens=64, units=2, stages=20)
         Traceback (most recent call last):
         hopsparse.errors.ArgumentError: Config(warpgroups=2, panels=1, tokens=64, units=2, \
-stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16, four_bit_w=False, experts=False) \
-with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
+stages=20, cluster_out=1, cluster_tokens=1, cluster_k=1, bits=16, four_bit_w=False, experts=False, \
+ways=1) with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     """
 
     warpgroups: int
@@ -78,6 +79,7 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     bits: int = 16
     four_bit_w: bool = field(default=False, kw_only=True)
     experts: bool = field(default=False, kw_only=True)
+    ways: int = field(default=1, kw_only=True)
 
     @property
     def cluster(self) -> int:
@@ -85,7 +87,8 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
         return self.cluster_out * self.cluster_tokens * self.cluster_k
 
     def __post_init__(self) -> None:
-        *sizes, four_bit_w, experts = astuple(self)
+        *sizes, four_bit_w, experts, ways = astuple(self)
+        sizes.append(ways)
         flags = type(four_bit_w) is type(experts) is bool
         if not flags or any(type(n) is not int or n < 1 for n in sizes):
             need = "positive whole numbers; experts and four_bit_w, True or False"
@@ -99,6 +102,9 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
         # With one stage the consumers, which keep a batch of wgmma in flight, would wait for ever.
         if self.stages < 2:
             self._refuse("", "a stage to fill while another is multiplied", "stages=2")
+        if self.warpgroups % self.ways or self.stages < 2 * self.ways:
+            need = "whole teams of consumers, and two stages for each of a team"
+            self._refuse("", need, "ways=1")
         self._check_cluster()
         if self.smem_bytes() > _SMEM_BYTES:
             self._refuse(
@@ -123,7 +129,12 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     @property
     def out(self) -> int:
         """Out-features of a tile."""
-        return PANEL * self.warpgroups * self.panels
+        return PANEL * self.all_panels
+
+    @property
+    def all_panels(self) -> int:
+        """Panels of a tile."""
+        return self.warpgroups // self.ways * self.panels
 
     @property
     def columns(self) -> int:
@@ -139,8 +150,9 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     def name(self) -> str:
         """Tile, stages and cluster, as people write them."""
         return (
-            f"{self.out}x{self.tokens}x{self.columns}_w{self.warpgroups}_s{self.stages}"
-            f"_c{self.cluster_out}x{self.cluster_tokens}"
+            f"{self.out}x{self.tokens}x{self.columns}_w{self.warpgroups}"
+            + (f"k{self.ways}" if self.ways > 1 else "")
+            + f"_s{self.stages}_c{self.cluster_out}x{self.cluster_tokens}"
             + (f"x{self.cluster_k}" if self.cluster_k > 1 else "")
         )
 
@@ -152,8 +164,8 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: tokens, kept values, index words."""
-        panels = self.warpgroups * self.panels
-        return self.units * (self.tokens * 128 + panels * (self.value_bytes + 512 * self.words))
+        of_panel = self.value_bytes + 512 * self.words
+        return self.units * (self.tokens * 128 + self.all_panels * of_panel)
 
     @property
     def value_bytes(self) -> int:
@@ -163,32 +175,38 @@ with 713024 bytes of shared memory. Required: at most 232448. Try: stages=6.
     @property
     def most_stages(self) -> int:
         """Stages that shared memory holds, however many there are now."""
-        rest = self._store_bytes + self._experts_bytes
-        return (_SMEM_BYTES - rest - 8) // (self.stage_bytes + 16)
+        rest = self._store_bytes + self._experts_bytes + self._ways_bytes
+        return (_SMEM_BYTES - rest - 8 - (8 if self.ways > 1 else 0)) // (self.stage_bytes + 16)
 
     @property
     def _store_bytes(self) -> int:
-        return 2 * self.warpgroups * self.store_tokens * 128
+        return 2 * self.warpgroups // self.ways * self.store_tokens * 128
 
     @property
     def _experts_bytes(self) -> int:
         return 4 * MOST_EXPERTS if self.experts else 0
 
+    @property
+    def _ways_bytes(self) -> int:
+        """Sums of all but the first warpgroup of a team."""
+        return (self.ways - 1) * self.all_panels * PANEL * self.tokens * 4
+
     def smem_bytes(self, *, direct: bool = False) -> int:
         """Dynamic shared memory of a block."""
         parts = 8 if self.cluster_k > 1 else 0
         store = 0 if direct else self._store_bytes
-        return self.stages * (self.stage_bytes + 16) + store + parts + self._experts_bytes
+        size = self.stages * (self.stage_bytes + 16) + store + parts + self._experts_bytes
+        return size if self.ways == 1 else -(-size // 16) * 16 + self._ways_bytes
 
 
-def deepest(config: Config) -> Config:
-    """The same with as many stages as shared memory holds, 8 at most.
+def deepest(config: Config, most: int = _MOST_STAGES) -> Config:
+    """The same with as many stages as shared memory holds, `most` at most.
 
     Example:
         >>> deepest(Config(2, 1, 256, 1, stages=2)).stages
         5
     """
-    return replace(config, stages=min(_MOST_STAGES, config.most_stages))
+    return replace(config, stages=min(most, config.most_stages))
 
 
 #: What follows the three tensor maps, as aligned as they are: y, bias, residual, scales of w and x,
@@ -332,6 +350,7 @@ def _text(config: Config, numbers: Numbers, activation: str, residual: bool, dir
     return f"""
 struct Config {{
   static constexpr int kWarpgroups = {config.warpgroups}, kPanels = {config.panels};
+  static constexpr int kWays = {config.ways};
   static constexpr int kTokens = {config.tokens}, kUnits = {config.units};
   static constexpr int kWords = {config.words};
   static constexpr int kStages = {config.stages}, kStoreTokens = {config.store_tokens};

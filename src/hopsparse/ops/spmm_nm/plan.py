@@ -344,8 +344,28 @@ def four_bit(numbers: Numbers) -> tuple[Config, ...]:
         )
     fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
     fits = [c for c in fits if c.units % c.cluster_tokens == 0]
-    made = (deepest(replace(config, stages=2, four_bit_w=True)) for config in fits)
-    return tuple(dict.fromkeys(made))
+    made = [deepest(replace(config, stages=2, four_bit_w=True)) for config in fits]
+    return tuple(dict.fromkeys(made + _in_turns(numbers)))
+
+
+# Warpgroups of a team, tokens, blocks that share a tile.
+_TEAMS = ((2, 64, 1), (3, 64, 1), (3, 64, 2), (3, 32, 1), (3, 32, 2), (3, 16, 1), (3, 16, 2), (3, 16, 4))
+_MOST_STAGES_IN_TURNS = 24
+
+
+def _in_turns(numbers: Numbers) -> list[Config]:
+    """Tiles of few tokens that a team of consumers shares.
+
+    One consumer would widen a weight slower than it arrives. With 4 bits a stage is small, and each
+    of a team has two: so there are more of them.
+    """
+    units = 1 if numbers.grouped else 2
+    made = []
+    for ways, tokens, parts in _TEAMS:
+        sizes = (ways, 1, tokens, units, 2 * ways, 1, 1, parts)
+        config = Config(*sizes, bits=8 if numbers.grouped else 16, four_bit_w=True, ways=ways)
+        made.append(deepest(config, _MOST_STAGES_IN_TURNS))
+    return made
 
 
 @cache
