@@ -66,7 +66,9 @@ def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = Fals
         each = [(panel, step) for panel in range(panels) for step in range(_STEPS)]
         texts = [_multiply_registers(kind, n, panel, step) for panel, step in each]
     else:
-        head = f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])"
+        head = (
+            f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])"
+        )
         texts = [_multiply(kind, n, panel) for panel in range(panels)]
     bodies = [
         ("zero()", [zero_sums(kind, n, panel) for panel in range(panels)]),

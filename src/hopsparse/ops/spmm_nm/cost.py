@@ -43,6 +43,10 @@ class Constants:
         parts_clocks: Of adding parts of k.
         part_piece_clocks: Of 64 x 16 of one part.
         promote_clocks: Of waiting for the products of one stage, where sums are promoted.
+        widen_x_clocks: Of a unit of x that a block widens from 4 bits.
+        widen_token_clocks: More, of each token of it.
+        pass_us: Of one more launch, that widens x once for all blocks.
+        pass_bytes_us: Bytes that it reads and writes in a microsecond.
         memory_bytes_us: Bytes of memory that all SMs get in a microsecond.
         fixed_us: Of a launch.
         cluster_us: More, of one in clusters.
@@ -63,6 +67,10 @@ class Constants:
     parts_clocks: float = 703.0
     part_piece_clocks: float = 294.0
     promote_clocks: float = 0.0
+    widen_x_clocks: float = 390.0
+    widen_token_clocks: float = 6.25
+    pass_us: float = 1.2
+    pass_bytes_us: float = 2.5e6
     memory_bytes_us: float = 3.91e6
     fixed_us: float = 2.05
     cluster_us: float = 0.29
@@ -70,6 +78,9 @@ class Constants:
     least_tokens: int = 1
 
 
+#: What widening x costs in a block follows from e4m3 2:4 x int4 in four_bits.jsonl: 420 to 520
+#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. What a pass of its own, and
+#: widening w, cost was not measured yet: that is from bytes and instructions.
 #: By bits of an entry, fitted to spmm_nm_candidates.jsonl and spmm_nm_scaled_candidates.jsonl of
 #: benchmarks/results/h200. What decides below 256 tokens is in 8 bits that of 16.
 FITTED = {
@@ -188,7 +199,20 @@ def tiles(config: Config, problem: Problem) -> int:
     return out * tokens * config.cluster_tokens
 
 
-def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float:
+def widen_once_us(problem: Problem) -> float:
+    """Device time of a pass that widens x from 4 bits to 8, ahead of the product.
+
+    Example:
+        >>> round(widen_once_us(Problem(1024, 4096, 4096)), 1)
+        3.7
+    """
+    fitted = FITTED[8]
+    return fitted.pass_us + 1.5 * problem.tokens * problem.k / fitted.pass_bytes_us
+
+
+def unit_clocks(
+    config: Config, tokens: int, *, promoted: bool = False, widened_x: bool = False
+) -> float:
     """Clocks of one unit of k in one tile; of a problem of so many tokens."""
     fitted = FITTED[config.bits]
     panels = config.all_panels
@@ -198,6 +222,8 @@ def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float
     rows = rows_of_x(config, tokens) * 128
     least = fitted.least_clocks + config.panels * fitted.widen_clocks * config.four_bit_w
     terms = [tensor, (values + rows) / fitted.l2_bytes, least / config.ways]
+    if widened_x:
+        terms.append(fitted.widen_x_clocks + fitted.widen_token_clocks * config.tokens)
     if promoted:  # An addition for each sum of a thread, once a stage.
         left = config.panels * config.tokens / 2 + fitted.promote_clocks
         terms.append(tensor / config.warpgroups + left / (config.units * config.ways))
@@ -210,6 +236,7 @@ def predicted_us(
     sm_count: int,
     *,
     promoted: bool = False,
+    widened_x: bool = False,
     result_bytes: float = 2.0,
 ) -> float:
     """Device time of one product.
@@ -219,6 +246,7 @@ def predicted_us(
         problem: Sizes.
         sm_count: SMs of the GPU.
         promoted: Whether sums leave the tensor cores at every stage.
+        widened_x: Whether every block widens its tokens from 4 bits.
         result_bytes: Of a token's result, for each row of w.
     """
     fitted = FITTED[config.bits]
@@ -230,7 +258,8 @@ def predicted_us(
         tile += (config.ways - 1) * (fitted.ways_clocks + fitted.way_piece_clocks * pieces)
     if config.cluster_k > 1:
         tile += fitted.parts_clocks + fitted.part_piece_clocks * pieces * (config.cluster_k - 1)
-    clocks = waves * (units * unit_clocks(config, problem.tokens, promoted=promoted) + tile)
+    unit = unit_clocks(config, problem.tokens, promoted=promoted, widened_x=widened_x)
+    clocks = waves * (units * unit + tile)
     # Bytes of w an entry: half the values, 2 bits for each.
     stored = (4 if config.four_bit_w else config.bits) / 16 + 1 / 8
     moved = problem.out * (problem.k * stored + problem.tokens * result_bytes)

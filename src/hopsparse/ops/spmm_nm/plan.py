@@ -21,6 +21,8 @@ from .kernel import (
     spec_of_numbers,
     stores_directly,
 )
+from .widen import SASS as SASS_OF_WIDEN
+from .widen import widen_spec
 
 __all__ = [
     "CANDIDATES",
@@ -88,6 +90,8 @@ CANDIDATES: tuple[Config, ...] = (
 
 def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
+    if spec == widen_spec():
+        return SASS_OF_WIDEN
     return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *_SASS)
 
 
@@ -236,6 +240,7 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
+    specs.append(widen_spec())
     return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs()
 
 
@@ -349,7 +354,16 @@ def four_bit(numbers: Numbers) -> tuple[Config, ...]:
 
 
 # Warpgroups of a team, tokens, blocks that share a tile.
-_TEAMS = ((2, 64, 1), (3, 64, 1), (3, 64, 2), (3, 32, 1), (3, 32, 2), (3, 16, 1), (3, 16, 2), (3, 16, 4))
+_TEAMS = (
+    (2, 64, 1),
+    (3, 64, 1),
+    (3, 64, 2),
+    (3, 32, 1),
+    (3, 32, 2),
+    (3, 16, 1),
+    (3, 16, 2),
+    (3, 16, 4),
+)
 _MOST_STAGES_IN_TURNS = 24
 
 
