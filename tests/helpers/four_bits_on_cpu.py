@@ -86,7 +86,7 @@ def _config_text(config: Config) -> str:
     assert total
     sums = f"sums[{config.panels}][{config.tokens // 2}]"
     return f"""
-inline thread_local float {sums};
+static thread_local float {sums};  // not inline: libraries would share one
 {head}
   using Number = float;
   static void declare() {{}}

@@ -1,4 +1,4 @@
-"""The kernel text with weights of 4 bits, played on the CPU: widening, teams of warpgroups, edges."""
+"""Kernels that widen 4 bits, played on the CPU: every code, teams of warpgroups, edges."""
 
 from __future__ import annotations
 

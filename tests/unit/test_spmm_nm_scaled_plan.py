@@ -93,9 +93,12 @@ def test_what_no_product_of_codes_computes_with_is_refused(
 def test_without_results_the_model_chooses(numbers: Numbers, sm_count: int) -> None:
     for tokens in (16, 256, 4096):
         problem = replace(LAYER, tokens=tokens)
-        promoted = numbers.promoted or numbers.grouped
+        how = {
+            "promoted": numbers.promoted or numbers.grouped,
+            "widened_x": numbers.x == "int4",
+        }
         times = {
-            predicted_us(config, problem, sm_count, promoted=promoted): config
+            predicted_us(config, problem, sm_count, **how): config
             for config in candidates_scaled(problem, numbers, sm_count)
         }
         chosen = choose_scaled(problem, numbers, sm_count, machine=HERE)

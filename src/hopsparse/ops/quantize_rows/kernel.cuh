@@ -184,9 +184,6 @@ __device__ __forceinline__ u32 rounded(float value) {
   return __float_as_uint(value + 12582912.0f);  // 1.5 * 2^23
 }
 
-// That integer as a number; never -0.
-__device__ __forceinline__ float nearest(float value) { return value + 12582912.0f - 12582912.0f; }
-
 __device__ __forceinline__ u32 two_e4m3(float low, float high) {
   u16 codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));

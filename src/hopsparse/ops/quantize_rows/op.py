@@ -50,8 +50,8 @@ def quantize_rows(
 
     Args:
         x: [..., k], bfloat16, float16 or float32, any strides; what is not contiguous is copied.
-        dtype: torch.int8, torch.float8_e4m3fn, "int4" or "int4_in_e4m3": the codes of int4, from -8
-            to 7, each as the number of float8_e4m3fn that it is, for a product that comes next.
+        dtype: torch.int8, torch.float8_e4m3fn or "int4"; or "int4_in_e4m3", codes of int4 as what
+            they are in float8_e4m3fn.
         scale: float32 [1], on the device of x; None: one for each row.
         norm: [k], dtype and device of x: weight of an RMSNorm that comes first,
             x * rsqrt(mean(x^2) + eps) * norm (arXiv:1910.07467).
@@ -61,8 +61,7 @@ def quantize_rows(
         residual: As x. It is added before the norm, and the sum is returned too.
 
     Returns:
-        codes: [..., k] of `dtype`; "int4": int8 [..., k / 2], the earlier one in the low bits;
-            "int4_in_e4m3": float8_e4m3fn.
+        codes: [..., k] of `dtype`; int4: int8 [..., k / 2], the earlier one in the low bits.
         scales: float32 [..., 1]; 1 for a row of zeros.
         sums: Only with a residual: x + residual, in the dtype of x.
 

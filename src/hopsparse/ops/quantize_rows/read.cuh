@@ -46,6 +46,9 @@ struct Facts {
   static constexpr int kCodeBits = C::kCodes == Codes::int4 ? 4 : 8;
 };
 
+// The integer nearest to a small number, as a number; never -0.
+__device__ __forceinline__ float nearest(float value) { return value + 12582912.0f - 12582912.0f; }
+
 // A chunk between its passes: a plain 16-bit one as it is, any other in float32.
 template <bool Raw>
 struct Chunk {

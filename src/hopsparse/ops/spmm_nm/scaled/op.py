@@ -80,9 +80,10 @@ def spmm_nm_scaled(
     """Multiply 8-bit codes by a 2:4 weight of codes, scale, and finish, in one launch.
 
     On a Hopper GPU a 2:4 or 1:4 weight runs as one kernel, whatever the shape (x of 4 bits as two
-    where that is predicted to be faster); all else decodes w and multiplies in float32. Integer sums are exact in int32. NaN and infinity of 8-bit floats and
-    of scales reach the result; one in 8 bits has no infinity, which becomes the largest code, and
-    in int8 NaN is 0. No gradients: codes have none.
+    where that is predicted to be faster); all else decodes w and multiplies in float32. Integer
+    sums are exact in int32. NaN and infinity of 8-bit floats and of scales reach the result; one in
+    8 bits has no infinity, which becomes the largest code, and in int8 NaN is 0. No gradients:
+    codes have none.
 
     Args:
         w: [out, k] of int8 or float8_e4m3fn.
