@@ -8,6 +8,7 @@ from .normed import rms_eps as rms_eps
 from .pointwise import Pointwise as Pointwise
 from .pointwise import pointwise_as_linear as pointwise_as_linear
 from .pointwise import restore_convolutions as restore_convolutions
+from .residual import plus_residual as plus_residual
 from .sparse_conv import SparseConv as SparseConv
 from .sparse_linear import SparseLinear as SparseLinear
 from .split_linear import SplitLinear as SplitLinear

@@ -93,6 +93,7 @@ def product_of_codes(
     bias: Tensor | None,
     act: str | None = None,
     norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """One launch for inputs of 16 bits; else two: rows of x to codes and scales, and the product.
 
@@ -102,6 +103,7 @@ def product_of_codes(
         bias: [out] or None.
         act: What follows, or None.
         norm: Weight and epsilon of an RMSNorm ahead, where the scheme rounds inputs.
+        residual: [..., out] in the dtype of x, added at the end; or None.
 
     Returns:
         [..., out] in the dtype of x.
@@ -113,9 +115,11 @@ def product_of_codes(
         kind = _CODES[scheme.activations]
         x, scales = quantize_rows(x, kind, scale=static, norm=of_norm, eps=eps)
     if scheme.weights == "int4":
-        return spmm_nm_int4(w, x, scales, bias=bias, act=act)
+        return spmm_nm_int4(w, x, scales, bias=bias, act=act, residual=residual)
     weight, scaling = _nm(w), _scaling(w, scales)
-    return spmm_nm_scaled(weight, x, scaling, bias=bias, act=act, out_dtype=w.dtype)
+    return spmm_nm_scaled(
+        weight, x, scaling, bias=bias, act=act, residual=residual, out_dtype=w.dtype
+    )
 
 
 def codes_plan(w: Quantized, x: Tensor, bias: Tensor | None) -> Plan | None:

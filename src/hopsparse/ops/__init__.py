@@ -18,6 +18,7 @@ from .attend_prefill.tiles import score_tiles
 from .hybrid_gradient.op import hybrid_gradient
 from .pack_nm.op import pack_nm
 from .quantize_rows.op import quantize_rows
+from .rope_append.op import rope_append
 from .score_blocks.certificate import missed_mass, select_certified
 from .score_blocks.key_blocks import KeyBlocks, append_keys
 from .score_blocks.op import Masses, block_masses, score_blocks
@@ -56,6 +57,7 @@ __all__ = [
     "pack_nm",
     "product",
     "quantize_rows",
+    "rope_append",
     "score_blocks",
     "score_tiles",
     "sddmm_csr",
