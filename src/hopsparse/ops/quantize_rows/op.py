@@ -50,8 +50,7 @@ def quantize_rows(
 
     Args:
         x: [..., k], bfloat16, float16 or float32, any strides; what is not contiguous is copied.
-        dtype: torch.int8, torch.float8_e4m3fn or "int4"; or "int4_in_e4m3", codes of int4 as what
-            they are in float8_e4m3fn.
+        dtype: torch.int8, torch.float8_e4m3fn, "int4" or "int4_in_e4m3" (int4, as E4M3 numbers).
         scale: float32 [1], on the device of x; None: one for each row.
         norm: [k], dtype and device of x: weight of an RMSNorm that comes first,
             x * rsqrt(mean(x^2) + eps) * norm (arXiv:1910.07467).
