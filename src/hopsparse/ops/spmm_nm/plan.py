@@ -342,13 +342,10 @@ def four_bit(numbers: Numbers) -> tuple[Config, ...]:
         numbers: Dtypes; w is `int4`.
     """
     if numbers.grouped:
-        return tuple(
-            dict.fromkeys(
-                deepest(replace(config, stages=2, four_bit_w=True)) for config in eight_bit(numbers)
-            )
-        )
-    fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
-    fits = [c for c in fits if c.units % c.cluster_tokens == 0]
+        fits = list(eight_bit(numbers))
+    else:
+        fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
+        fits = [c for c in fits if c.units % c.cluster_tokens == 0]
     made = [deepest(replace(config, stages=2, four_bit_w=True)) for config in fits]
     return tuple(dict.fromkeys(made + _in_turns(numbers)))
 
