@@ -142,7 +142,7 @@ inline u32 min(u32 a, int b) { return min(a, static_cast<u32>(b)); }
 inline u32 min(int a, u32 b) { return min(static_cast<u32>(a), b); }
 inline u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
-enum class Type { bf16, f16, f32 };
+enum class Type { bf16, f16, f32, s32, s8, e4m3 };
 template <Type T>
 float unpack(u32 word) {
   return __uint_as_float(word << 16);

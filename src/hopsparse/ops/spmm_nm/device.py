@@ -173,7 +173,7 @@ class Launch:
             Element.U64,
             (size, panels, steps),
             (steps * size * 8, size * 8),
-            (size, c.warpgroups * c.panels, of_unit * c.units // c.cluster_tokens),
+            (size, c.all_panels, of_unit * c.units // c.cluster_tokens),
         )
 
     def _meta_map(self, address: int) -> bytes:
@@ -183,7 +183,7 @@ class Launch:
             Element.I32,
             (128, words, panels),
             (512, words * 512),
-            (128, c.units * c.words, c.warpgroups * c.panels),
+            (128, c.units * c.words, c.all_panels),
         )
 
     @property
