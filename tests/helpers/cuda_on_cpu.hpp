@@ -49,6 +49,7 @@ inline Block& block_here() { return *cluster_here->blocks[rank_here]; }
 inline u8* shared_memory() { return block_here().bytes(); }
 inline void __syncthreads() { block_here().barrier.arrive_and_wait(); }
 inline void cluster_sync() { cluster_here->barrier.arrive_and_wait(); }
+inline void cluster_sync_relaxed() { cluster_sync(); }
 inline u32 cluster_rank() { return rank_here; }
 // A launch of its own: nothing is ahead of it and nothing behind.
 inline void let_next_start() {}
@@ -94,6 +95,14 @@ inline u32 __reduce_max_sync(u32, u32 value) {
     u32 largest = 0;
     for (int i = 0; i < 32; ++i) largest = all[i] > largest ? all[i] : largest;
     return largest;
+  });
+}
+
+inline u32 __reduce_add_sync(u32, u32 value) {
+  return meet(value, [](const u32* all) {
+    u32 sum = 0;
+    for (int i = 0; i < 32; ++i) sum += all[i];
+    return sum;
   });
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import Bound, KnownLaunches, Turn, current_stream, kernel_for, starts_early
+from ...ranges import in_phase
 from . import plan
 from .plan import Source
 
@@ -22,6 +23,7 @@ _CODE_DTYPES = {
 _BOUND = KnownLaunches()
 
 
+@in_phase("format", "quantize_rows")
 def run(
     x: Tensor,
     kind: str,

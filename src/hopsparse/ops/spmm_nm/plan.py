@@ -241,7 +241,9 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
     specs.append(widen_spec())
-    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs()
+    from .windows.plan import window_specs  # It needs the tiles of this module.
+
+    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs() + window_specs()
 
 
 def _eight_bit_specs() -> list[KernelSpec]:

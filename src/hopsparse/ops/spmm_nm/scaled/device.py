@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....formats.nm import NM
 from ....launch import KnownLaunches, Turn, current_stream, starts_early
+from ....ranges import in_phase
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
 from ..device import Scales, address_of, rows_for_tma
@@ -19,6 +20,7 @@ _BOUND = KnownLaunches()
 _OF_WIDENED = 2.0**9  # what x of 4 bits is multiplied by, that was widened to steps of 2^-9
 
 
+@in_phase("sparse", "spmm_nm_scaled")
 def run(w: NM, x: Tensor, scales: Pair, added: Pair, call: Call) -> Tensor:
     """The product of arguments that were checked; as for `dispatch.scaled`."""
     (out, k), (w_scale, x_scale), device = w.shape, scales, x.get_device()
