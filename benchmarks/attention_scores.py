@@ -5,10 +5,10 @@
 bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
 bound, mean and mass, by bound with clusters of every size; append_keys of one token a sequence;
 and append, score and select in a row, also with launches that start before the kernel ahead has
-ended, and the same with select_blocks, which scores and chooses in one launch; select_blocks alone,
-by clusters too. Calls work on copies of the blocks in turns, so that the L2 cache holds none of them. Scores
-are checked against the reference first. Appends one JSON row a case and contender, with the time
-that the bytes take at 4.35 TB/s.
+ended; the same with select_blocks, which scores and chooses in one launch; and select_blocks alone
+with clusters of every size. Calls work on copies of the blocks in turns, so that the L2 cache holds
+none of them. Scores and lists are checked against the reference first. Appends one JSON row a case
+and contender, with the time that the bytes take at 4.35 TB/s.
 """
 
 from __future__ import annotations
