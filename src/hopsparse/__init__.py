@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .models.evaluate import compare as compare
     from .models.evaluate import evaluate as evaluate
     from .models.fused import fuse_blocks as fuse_blocks
+    from .models.key_blocks_cache import KeyBlocksCache as KeyBlocksCache
     from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .models.staged import plan_and_sparsify as plan_and_sparsify
     from .models.staged import sparsify_and_recover as sparsify_and_recover
     from .models.verify import verify_checkpoint as verify_checkpoint
+    from .models.vision import sparsify_vision as sparsify_vision
     from .prune import Recipe as Recipe
     from .recover import RecoverOptions as RecoverOptions
 
@@ -74,6 +76,7 @@ _LATER = {
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
     "models.fused": ("fuse_blocks",),
+    "models.key_blocks_cache": ("KeyBlocksCache",),
     "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
@@ -87,6 +90,7 @@ _LATER = {
     "models.sparsify": ("sparsify", "sparsify_checkpoint"),
     "models.staged": ("plan_and_sparsify", "sparsify_and_recover"),
     "models.verify": ("verify_checkpoint",),
+    "models.vision": ("sparsify_vision",),
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }

@@ -14,6 +14,7 @@ from hopsparse.ops.spmm_bsr.device import forget_launches as forget_bsr_launches
 from hopsparse.ops.spmm_nm.device import forget_launches
 from hopsparse.ops.spmm_nm.int4.device import forget_int4_launches
 from hopsparse.ops.spmm_nm.scaled.device import forget_scaled_launches
+from hopsparse.ops.spmm_nm.windows.device import forget_window_launches
 from hopsparse.tune import Machine, machine_of
 
 
@@ -40,5 +41,6 @@ def here(
 
 def _forget() -> None:
     forget_bsr_launches()
+    forget_window_launches()
     for forget in (forget_launches, forget_scaled_launches, forget_int4_launches):
         forget()
