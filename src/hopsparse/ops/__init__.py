@@ -23,6 +23,7 @@ from .score_blocks.key_blocks import KeyBlocks, append_keys
 from .score_blocks.op import Masses, block_masses, score_blocks
 from .select.op import select
 from .spmm_bsr.op import spmm_bsr
+from .spmm_bsr.sddmm import sddmm_bsr
 from .spmm_csr.op import csr_matmul, sddmm_csr, spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
 from .spmm_nm.int4.op import spmm_nm_int4
@@ -31,7 +32,7 @@ from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
 #: `quantize_rows` its inputs; `hybrid_gradient` makes what is sent of gradients. `csr_matmul` is
-#: y = a @ x, and `sddmm_csr` its gradient.
+#: y = a @ x, and `sddmm_csr` its gradient, as `sddmm_bsr` is that of the blocks of `spmm_bsr`.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "quantize_rows",
     "score_blocks",
     "score_tiles",
+    "sddmm_bsr",
     "sddmm_csr",
     "select",
     "select_certified",
