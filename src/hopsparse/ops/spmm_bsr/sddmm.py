@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ...formats.bsr import BSR
-from .._product import check_weight
 
 _LEAST = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +77,8 @@ def _check(a: Tensor, b: Tensor, pattern: BSR) -> None:
             need="one device",
             hint="pattern.to(a.device)",
         )
-    check_weight("sddmm_bsr", pattern, BSR)
+    if not torch.compiler.is_compiling():
+        pattern._check_parts()
 
 
 def block_rows(indptr: Tensor, blocks: int) -> Tensor:
