@@ -14,6 +14,7 @@ from ...errors import ArgumentError
 from ...formats.bsr import BSR
 from ...launch import Bound, Kernel, current_stream, encode, max_active_blocks
 from ...plan import Target, parse_target
+from ...ranges import in_phase
 from ...tune import machine_of
 from .fragments_device import fragment_launch_for, run_fragments
 from .fragments_kernel import FragmentConfig
@@ -181,6 +182,7 @@ def forget_launches() -> None:
     BOUND.clear()
 
 
+@in_phase("sparse", "spmm_bsr")
 def run(
     w: BSR,
     x: Tensor,
