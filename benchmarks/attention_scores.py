@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/attention_scores.py --out attention_scores.jsonl
 
 bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
-bound, mean and mass, by bound with clusters of 2, 8 and 16; append_keys of one token a sequence;
+bound, mean and mass, by bound with clusters of every size; append_keys of one token a sequence;
 and append, score and select in a row, also with launches that start before the kernel ahead has
 ended. Calls work on copies of the blocks in turns, so that the L2 cache holds none of them. Scores
 are checked against the reference first. Appends one JSON row a case and contender, with the time

@@ -29,6 +29,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import comm as comm
     from . import graphs as graphs
+    from . import parallel as parallel
     from . import prune as prune
     from . import quant as quant
     from . import recover as recover
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .models.evaluate import compare as compare
     from .models.evaluate import evaluate as evaluate
     from .models.fused import fuse_blocks as fuse_blocks
+    from .models.key_blocks_cache import KeyBlocksCache as KeyBlocksCache
     from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
@@ -74,6 +76,7 @@ _LATER = {
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
     "models.fused": ("fuse_blocks",),
+    "models.key_blocks_cache": ("KeyBlocksCache",),
     "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
@@ -91,7 +94,7 @@ _LATER = {
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }
-_FOLDERS = ("comm", "graphs", "prune", "quant", "recover")
+_FOLDERS = ("comm", "graphs", "parallel", "prune", "quant", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 

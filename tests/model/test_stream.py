@@ -124,3 +124,56 @@ def test_a_sum_on_a_cpu_is_that_of_torch(form: str) -> None:
     x, residual = torch.randn(5, 64), torch.randn(5, 16)
     found: Tensor = plus_residual(layer, x, residual)
     assert torch.equal(found, residual + layer(x))
+
+
+class Adapted(nn.Module):
+    """As an adapter of low rank puts itself in the place of a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.up(self.down(x))
+        return y
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_adapters_on_top_are_applied_and_named(name: str) -> None:
+    model = sparse()
+    for block in model.model.layers:
+        home, _, last = name.rpartition(".")
+        setattr(block.get_submodule(home), last, Adapted(block.get_submodule(name)))
+    model.eval().requires_grad_(False)
+    right = model(TOKENS).logits
+    done = fuse_blocks(model)
+    told = {**done.left, **done.not_adding}
+    assert len(told) == 3
+    assert set(told.values()) <= {"one is a Adapted", "it is a Adapted"}
+    torch.testing.assert_close(model(TOKENS).logits, right)
+    done.undo()
+    torch.testing.assert_close(model(TOKENS).logits, right)
+
+
+def test_a_model_that_is_spread_over_devices_is_left_where_it_is() -> None:
+    """device_map of transformers puts its own forward on every module that it moves inputs for."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = sparse()
+    right = model(TOKENS).logits
+    for block in model.model.layers:
+        for module in (block, *block.modules()):
+            if "hf_hook" not in vars(module):
+                hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    done = fuse_blocks(model)
+    assert (done.fused, done.adding) == ([], [])
+    assert len(done.left) == len(done.not_adding) == 6
+    torch.testing.assert_close(model(TOKENS).logits, right)
+
+
+def test_tied_embeddings_stay_tied() -> None:
+    model = sparse()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    fuse_blocks(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight

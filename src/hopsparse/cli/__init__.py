@@ -22,6 +22,7 @@ from .explain import EXPLAIN
 from .generate import GENERATE
 from .inspect import INSPECT
 from .plan import PLAN
+from .profile import PROFILE
 from .recover import RECOVER
 from .sparsify import SPARSIFY
 from .tune import TUNE
@@ -51,6 +52,7 @@ _COMMANDS = (
     CONVERT,
     GENERATE,
     VERIFY,
+    PROFILE,
     COMPILE,
     EXPLAIN,
     TUNE,

@@ -61,6 +61,17 @@ class Bench:
     seconds: Annotated[float | None, typer.Option(help="Length of each turn of --energy; 2.")] = (
         None
     )
+    gate: Annotated[
+        str | None,
+        typer.Option(metavar="BASE", help="Exit 1 if slower than this build or baseline."),
+    ] = None
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a baseline for --gate.")
+    ] = None
+    limit: Annotated[float, typer.Option(help="Of --gate: time over that of the base.")] = 1.02
+    floor_us: Annotated[
+        float | None, typer.Option(help="Of --gate: least difference; 0.3, of a CPU 2.")
+    ] = None
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Append rows, as JSON lines.")
     ] = None
@@ -69,7 +80,11 @@ class Bench:
 
 def run(options: Bench) -> None:
     """Time 2:4 layers side by side with dense ones; exit 1 if a result of ours is wrong."""
-    if options.energy:
+    if options.gate is not None or options.baseline is not None:
+        from .gate import run_gate
+
+        run_gate(options)
+    elif options.energy:
         from .energy import run_energy
 
         run_energy(options)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..ranges import in_phase
 from ._base import SparseMatrix
 from ._kinds import FORMATS as FORMATS
 from ._kinds import format_named as format_named
@@ -47,6 +48,7 @@ def storage_for(pattern: Pattern, shape: tuple[int, int]) -> str:
     return "bitmask"
 
 
+@in_phase("format", "convert")
 def convert(
     matrix: SparseMatrix,
     fmt: str,

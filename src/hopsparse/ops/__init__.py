@@ -25,6 +25,7 @@ from .score_blocks.certificate import missed_mass, select_certified
 from .score_blocks.key_blocks import KeyBlocks, append_keys
 from .score_blocks.op import Masses, block_masses, score_blocks
 from .select.op import select
+from .select_blocks.op import BlockBudget, select_blocks
 from .spmm_bsr.op import spmm_bsr
 from .spmm_csr.op import csr_matmul, sddmm_csr, spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
@@ -40,6 +41,7 @@ OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 __all__ = [
     "COMPUTE_DTYPES",
     "OPS",
+    "BlockBudget",
     "Case",
     "KeyBlocks",
     "Masses",
@@ -66,6 +68,7 @@ __all__ = [
     "score_tiles",
     "sddmm_csr",
     "select",
+    "select_blocks",
     "select_certified",
     "spmm_bsr",
     "spmm_csr",

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError
 from ..formats import SparseMatrix
+from ..ranges import in_phase
 from ._product import decompress, product
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
@@ -113,13 +114,26 @@ def finished_product(
     plain = activation == "none" and alpha == 1 and residual is None
     if plain and out_dtype == x.dtype:
         return product(dense, x, bias)
-    wide = F.linear(x.to(torch.float32), dense.to(torch.float32)) * alpha
+    wide = _wide_product(dense, x)
+    return _finished(wide, bias, activation, alpha, residual).to(out_dtype)
+
+
+@in_phase("sparse", "reference")
+def _wide_product(dense: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x.to(torch.float32), dense.to(torch.float32))
+
+
+@in_phase("epilogue", "reference")
+def _finished(
+    wide: Tensor, bias: Tensor | None, activation: str, alpha: float, residual: Tensor | None
+) -> Tensor:
+    wide = wide * alpha
     if bias is not None:
         wide = wide + bias.to(torch.float32)
     wide = apply_activation(wide, activation)
     if residual is not None:
         wide = wide + residual.to(torch.float32)
-    return wide.to(out_dtype)
+    return wide
 
 
 def check_epilogue(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, UnsupportedError
 from ..formats import Quantized, SparseMatrix, nonzero_mask, stored_named
+from ..ranges import in_phase, phase
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -200,6 +201,7 @@ def check_inputs(op: str, w: SparseMatrix | Tensor, x: Tensor, bias: Tensor | No
         )
 
 
+@in_phase("sparse", "reference")
 def product(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` accumulated in float32: the definition all references share.
 
@@ -303,7 +305,8 @@ def _decompress(
     matrix = _matrix(parts, format, (rows, cols), attributes)
     if format not in _CAPTURABLE:
         check_capture(matrix, "SparseLinear, called once before the capture")
-    return matrix.to_dense()
+    with phase("format", f"decode {format}"):
+        return matrix.to_dense()
 
 
 @_decompress.register_fake

@@ -21,6 +21,7 @@ from ...launch import (
     starts_early,
 )
 from ...plan.spec import KernelSpec
+from ...ranges import in_phase
 from .._paged import PagedKV
 from . import plan
 
@@ -68,6 +69,7 @@ def _tokens(cache: PagedKV, lists: Lists, block: int) -> int:
     return cache.capacity if lists[0] is None else lists[0].shape[2] * block
 
 
+@in_phase("sparse", "attend_decode")
 def run(q: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float) -> tuple[Tensor, Tensor]:
     """Output and LSE of arguments that were checked, and that fit.
 

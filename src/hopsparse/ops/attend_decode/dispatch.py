@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ranges import in_phase
 from .._attention import empty_results
 from .._paged import cache_of
 from . import reference
 
 
+@in_phase("sparse", "attend_decode")
 def run_reference(
     q: Tensor,
     tensors: list[Tensor],

@@ -22,6 +22,7 @@ from ...launch import (
     max_active_blocks,
 )
 from ...plan.spec import KernelSpec
+from ...ranges import in_phase
 from .._paged import PagedKV
 from . import plan
 
@@ -70,6 +71,7 @@ def fits(q: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float) -> b
     )
 
 
+@in_phase("sparse", "attend_prefill")
 def run(
     q: Tensor, starts: Tensor, cache: PagedKV, lists: Lists, block: int, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...compiler import KernelCache
 from ...launch import Bound, KnownLaunches, current_stream, kernel_for
+from ...ranges import in_phase
 from . import plan
 from .dispatch import empty_results
 
@@ -16,6 +17,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 _BOUND = KnownLaunches()
 
 
+@in_phase("select", "hybrid_gradient")
 def run(
     gradient: Tensor, residual: Tensor | None, k: int, remainder: str | None, every: int, phase: int
 ) -> list[Tensor]:

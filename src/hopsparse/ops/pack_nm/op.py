@@ -12,6 +12,7 @@ from ...formats._base import check_dense, nonzero_mask
 from ...formats.nm import NM, full_group_error
 from ...formats.pattern import NMPattern, as_nm_pattern
 from ...prune.mask import check_matrix
+from ...ranges import in_phase
 from .._product import is_hopper
 from . import plan, reference
 from .plan import PackConfig, Select
@@ -19,6 +20,7 @@ from .plan import PackConfig, Select
 _PATTERN = NMPattern(2, 4)
 
 
+@in_phase("format", "pack_nm")
 def pack_nm(dense: Tensor, pattern: NMPattern | str = "2:4", *, select: Select = "check") -> NM:
     """Pack a matrix for the N:M kernels, in one pass over it.
 

@@ -9,6 +9,7 @@ from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import Bound, KnownLaunches, Turn, current_stream, kernel_for, starts_early
 from ...plan import KernelSpec
+from ...ranges import in_phase
 from . import plan
 from .plan import By
 
@@ -17,6 +18,7 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 _BOUND = KnownLaunches()
 
 
+@in_phase("select", "select")
 def run(
     scores: Tensor,
     k: Tensor | None,

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ranges import in_phase
 from . import reference
 
 
+@in_phase("select", "select")
 def run_reference(
     scores: Tensor,
     k: Tensor | None,

@@ -13,6 +13,7 @@ from ...compiler import KernelCache
 from ...errors import UnsupportedError
 from ...launch import Kernel, KnownLaunches, current_stream, kernel_for
 from ...plan import KernelSpec
+from ...ranges import in_phase
 from . import tiles
 from .packed import Packed, rows_for_lanes
 from .plan import COMBINE_TILE, VECTOR_BYTES, Args, blocks_for, combine_spec, spec_for, team_for
@@ -68,6 +69,7 @@ def is_vector(features: int, *tensors: Tensor) -> bool:
     return not any(start % VECTOR_BYTES for start in starts)
 
 
+@in_phase("sparse", "csr_matmul")
 def multiply(at: Indices, values: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """A @ x + bias, of arguments that were checked.
 
@@ -106,6 +108,7 @@ def multiply(at: Indices, values: Tensor, x: Tensor, bias: Tensor | None = None)
     return y
 
 
+@in_phase("sparse", "sddmm_csr")
 def sample(at: Indices, u: Tensor, x: Tensor) -> Tensor:
     """u[row] . x[column] at every entry, of arguments that were checked.
 
@@ -131,6 +134,7 @@ def sample(at: Indices, u: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+@in_phase("sparse", "spmm_csr")
 def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product x @ w.T + bias by tensor cores, of arguments that were checked.
 

@@ -27,6 +27,7 @@ from ...launch import (
     max_active_clusters,
     starts_early,
 )
+from ...ranges import in_phase
 from ...tune import machine_of
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
@@ -172,7 +173,7 @@ class Launch:
             Element.U64,
             (size, panels, steps),
             (steps * size * 8, size * 8),
-            (size, c.warpgroups * c.panels, of_unit * c.units // c.cluster_tokens),
+            (size, c.all_panels, of_unit * c.units // c.cluster_tokens),
         )
 
     def _meta_map(self, address: int) -> bytes:
@@ -182,7 +183,7 @@ class Launch:
             Element.I32,
             (128, words, panels),
             (512, words * 512),
-            (128, c.units * c.words, c.warpgroups * c.panels),
+            (128, c.units * c.words, c.all_panels),
         )
 
     @property
@@ -325,6 +326,7 @@ def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
     return padded.copy_(rows)
 
 
+@in_phase("sparse", "spmm_nm")
 def run(
     w: NM,
     x: Tensor,
@@ -350,11 +352,37 @@ def run(
     Returns:
         [..., out], of swiglu [..., out / 2]; contiguous.
     """
+    y = x.new_empty((*x.shape[:-1], w.shape[0] // fold_of(activation)), dtype=out_dtype)
+    if y.numel():
+        enqueue(y, w, x, bias, residual, activation, alpha, config)
+    return y
+
+
+def enqueue(
+    y: Tensor,
+    w: NM,
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 1,
+    config: Config | None = None,
+) -> None:
+    """`run` into memory that is there already; nothing is checked.
+
+    Args:
+        y: [..., out], contiguous, on 16 bytes, not empty; all is written.
+        w: As for `run`, like all the rest.
+        x: [..., k].
+        bias: [out] or None.
+        residual: As y, or None.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+        alpha: What the sums are multiplied by.
+        config: The tile; None chooses one.
+    """
     out, k = w.shape
-    y = x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
+    out_dtype = y.dtype
     tokens = x.numel() // k
-    if tokens == 0:
-        return y
     row = k
     if not x.is_contiguous() or k % 8 != 0 or x.data_ptr() % 16 != 0:
         x = rows_for_tma(x)
@@ -379,4 +407,3 @@ def run(
         launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
         bound = _BOUND.keep(key, launch.bind(turn, key[0], row, key[1], alpha))
     bound()
-    return y

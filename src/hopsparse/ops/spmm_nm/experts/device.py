@@ -18,6 +18,7 @@ from ....launch import (
     max_active_clusters,
     starts_early,
 )
+from ....ranges import in_phase
 from ..cost import Problem, rows_of_x, stages_of_k
 from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides, rows_for_tma
 from ..facts import Experts, PlainCall
@@ -27,6 +28,7 @@ from .plan import ExpertsProblem, choose_experts, experts_spec, most_clusters
 _BOUND = KnownLaunches()
 
 
+@in_phase("sparse", "spmm_nm_experts")
 def run(w: NM, x: Tensor, offs: Tensor, bias: Tensor | None, call: PlainCall) -> Tensor:
     """The product of arguments that were checked; as for `dispatch.by_experts`."""
     (rows, k), experts, device = w.shape, len(offs), x.get_device()

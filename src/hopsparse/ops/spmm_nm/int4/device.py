@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....formats.quantized import Quantized
 from ....launch import KnownLaunches, Turn, current_stream, starts_early
+from ....ranges import in_phase
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
 from ..device import Scales, address_of, rows_for_tma
@@ -20,6 +21,7 @@ _BOUND = KnownLaunches()
 _OF_WIDENED = {torch.float8_e4m3fn: 2.0**9, torch.int8: 2.0**-4}
 
 
+@in_phase("sparse", "spmm_nm_int4")
 def run(w: Quantized, x: Tensor, added: Added, call: PlainCall) -> Tensor:
     """The product of arguments that were checked; as for `dispatch.int4_product`."""
     (out, k), device, scheme = w.shape, x.get_device(), w.scheme

@@ -1,0 +1,94 @@
+"""How often `hopsparse bench --gate` is wrong: alarms without a change, and with one of 5 %.
+
+    python benchmarks/gate.py --case "nm 4096x4096 256" --runs 100 -o rows.jsonl
+
+Both builds are this one, loaded twice. `A/A` runs compare them as they are; `slower` runs let the
+second one make every twentieth call twice, which takes 5 % longer. One row for each kind of run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hopsparse
+from hopsparse.cli.gate import BASE_NAME, Sampler
+from hopsparse.cli.gate_cases import SUITES, Case, cases_of
+from hopsparse.measure.gate import Limits, Verdict, decide
+from hopsparse.measure.other_build import load_build
+from hopsparse.measure.pairs import Call, slowed
+from hopsparse.measure.record import append, environment
+
+_FRESH = 10  # Runs after which weights are drawn and placed anew.
+
+
+def changed(part: float, base: list[Call], new: list[Call]) -> tuple[list[Call], list[Call]]:
+    """The calls of both, as many of each, and those of the second slower by a part."""
+    every = 1 / part if part else 20
+    plain, _ = slowed(base, 1 / every)
+    same, slower = slowed(new, 1 / every)
+    return plain, slower if part else same
+
+
+def measured(case: Case, part: float, runs: int, limits: Limits, least: int) -> dict[str, Any]:
+    """Decide so often, and count alarms."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    other = load_build(Path(hopsparse.__file__).parents[1], BASE_NAME)
+    sample = Sampler(case, (other, hopsparse), device, partial(changed, part))
+    found: list[tuple[Verdict, Verdict | None]] = []
+    started = time.monotonic()
+    for number in range(runs):
+        if number % _FRESH == 0:
+            sample(0)
+        found.append(decide(sample, limits, least=least))
+    ratios = sorted(verdict.ratio for verdict, _ in found)
+    firsts = [first or verdict for verdict, first in found]
+    return {
+        "case": case.name,
+        "kind": "slower" if part else "A/A",
+        "part": part,
+        "runs": runs,
+        "alarms": sum(verdict.slower for verdict, _ in found),
+        "first_alarms": sum(first.slower for first in firsts),
+        "least_ratio": ratios[0],
+        "median_ratio": ratios[len(ratios) // 2],
+        "most_ratio": ratios[-1],
+        "base_us": sorted(verdict.base_us for verdict, _ in found)[len(found) // 2],
+        "rounds": max(verdict.rounds for verdict, _ in found),
+        "limit": limits.ratio,
+        "floor_us": limits.floor_us,
+        "most_rounds": limits.most,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> None:
+    """Read the options, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--case", action="append", help="Name of a case; repeatable.")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--part", type=float, default=0.05)
+    parser.add_argument("--most", type=int, default=Limits().most, help="Rounds of a decision.")
+    parser.add_argument("--least", type=int, default=25, help="Rounds of a batch.")
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known = {case.name: case for suite in SUITES for case in cases_of(suite, device)}
+    limits = Limits(floor_us=0.3 if device.type == "cuda" else 2.0, most=options.most)
+    for name in options.case or [next(iter(known))]:
+        for part in (0.0, options.part):
+            row = measured(known[name], part, options.runs, limits, options.least)
+            if options.out is not None:
+                append(options.out, row | environment())
+            told = f"{row['alarms']} alarms (first: {row['first_alarms']}) in {row['runs']}"
+            spread = f"{row['least_ratio']:.4f} to {row['most_ratio']:.4f}"
+            print(f"{name}, {row['kind']}: {told}, ratios {spread}, {row['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
