@@ -70,7 +70,9 @@ class AcceleratedModel:
             ArgumentError: Another batch, no tokens, or more than there is room for.
         """
         self._check(ids, self._most)
-        if self.tokens:
+        if self._lengths:
+            torch._foreach_zero_(self._lengths)  # Keys that nothing counts need no zeros.
+        elif self.tokens:
             self._cache.reset()
         self.tokens, logits = 0, torch.empty(0)
         while self.tokens < ids.shape[1]:
