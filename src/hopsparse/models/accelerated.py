@@ -154,7 +154,8 @@ class AcceleratedModel:
     def _counted(self, ids: Tensor, last: Tensor) -> Tensor:
         """A chunk that is filled up behind `last`: the cache counts the tokens up to it."""
         found = self._logits(ids, last)
-        torch._foreach_add_(self._lengths, (last + 1 - ids.shape[1])[0])
+        # One tensor for each: a single one would be read on the host.
+        torch._foreach_add_(self._lengths, [(last + 1 - ids.shape[1])[0]] * len(self._lengths))
         return found
 
     def _logits(self, ids: Tensor, last: Tensor) -> Tensor:
