@@ -38,7 +38,7 @@ def test_a_baseline_is_written_once_and_compared_with(
     run: Run, run_json: Run, tmp_path: Path
 ) -> None:
     base = tmp_path / "base.jsonl"
-    assert run("bench", "--baseline", base).exit_code == 0
+    assert run("bench", "--baseline", base, "--rounds", "10").exit_code == 0
     assert "exists" in run_json("bench", "--baseline", base, exit_code=2)["error"]["got"]
     assert run_json("bench", "--gate", base, *FEW)["slower"] == []
     head, *rows = [json.loads(line) for line in base.read_text(encoding="utf-8").splitlines()]
