@@ -1,19 +1,27 @@
-"""attend_decode, and the whole step, against dense attention of torch by its flash and cuDNN.
+r"""attend_decode, and the whole step, against dense attention of torch by its flash and cuDNN.
 
     PYTHONPATH=src python benchmarks/attention_decode.py --out attention_decode.jsonl
 
 bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case: attend_decode over
 random lists of the budget; score_blocks, select and attend_decode in one graph; the same behind
-append_keys of the newest token, also with kernels that start before the one ahead has ended;
-attend_decode over all tokens; and scaled_dot_product_attention. Keys of two caches are used in
-turns, so that the L2 cache holds no long one. Appends one JSON row a case and contender, with the
-bytes of keys and values that it reads.
+append_keys of the newest token, also with kernels that start before the one ahead has ended; the
+same with select_blocks, which scores and chooses in one launch; attend_decode over all tokens; and
+scaled_dot_product_attention. Keys of two caches are used in turns, so that the L2 cache holds no
+long one. Appends one JSON row a case and contender, with the bytes of keys and values that it
+reads.
+
+--case and --only choose what is measured, --cluster sizes of clusters of score_blocks and
+select_blocks alone:
+
+    PYTHONPATH=src python benchmarks/attention_decode.py --out rows.jsonl --case 1x131072 \
+        --case 8x131072 --only select --only score --cluster 2 --cluster 4 --cluster 8
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +32,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from hopsparse.launch import EarlyStarts
 from hopsparse.measure import record
 from hopsparse.measure.clock import Contender, gpu, time_side_by_side
-from hopsparse.ops import KeyBlocks, append_keys, attend_decode, contiguous_pages, score_blocks
+from hopsparse.ops import (
+    BlockBudget,
+    KeyBlocks,
+    append_keys,
+    attend_decode,
+    contiguous_pages,
+    score_blocks,
+    select_blocks,
+)
 from hopsparse.ops import select as choose
+from hopsparse.ops.score_blocks import choose as choose_device
+from hopsparse.ops.score_blocks import device
+from hopsparse.ops.score_blocks.plan import CLUSTERS
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 CASES = ((1, 32_768), (1, 131_072), (8, 32_768), (8, 131_072), (32, 32_768))
@@ -39,35 +58,52 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--budget", type=int, default=2048, help="tokens attended")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--case", action="append", help="1x32768; repeatable; all if left out")
+    parser.add_argument(
+        "--only", action="append", help="part of the names of contenders; repeatable"
+    )
+    parser.add_argument(
+        "--cluster", type=int, action="append", default=[], choices=CLUSTERS, help="repeatable"
+    )
     options = parser.parse_args()
+    cases = [each for each in CASES if options.case is None or told_case(each) in options.case]
+    if not cases:
+        parser.error(f"--case {options.case}: some of {', '.join(map(told_case, CASES))}")
     for name, least in (("rounds", 1), ("budget", PAGE)):
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: at least {least}")
     facts = record.environment(gpu())
-    for batch, context in CASES:
-        for row in measured(batch, context, options.budget, options.rounds):
+    for batch, context in cases:
+        for row in measured(batch, context, options):
             told = "refused" if row["us"] is None else f"{row['us']:9.2f} us"
-            print(f"{batch:>3} x {context:<8} {row['contender']:<38} {told}")
+            print(f"{batch:>3} x {context:<8} {row['contender']:<46} {told}")
             record.append(options.out, facts | row)
 
 
-def measured(batch: int, context: int, budget: int, rounds: int) -> list[record.Row]:
+def told_case(case: tuple[int, int]) -> str:
+    """As --case has it."""
+    return f"{case[0]}x{case[1]}"
+
+
+def measured(batch: int, context: int, options: argparse.Namespace) -> list[record.Row]:
     """Rows of one case."""
+    budget = options.budget
     caches = [tokens(batch, context) for _ in range(2)]
     q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     few, every = budget * TOKEN_BYTES * batch, context * TOKEN_BYTES * batch
-    steps = [step(q, keys, values, budget) for keys, values in caches]
-    contenders = [
-        *(
-            (Contender(name, [each[name] for each in steps]), every if "all" in name else few)
-            for name in steps[0]
-        ),
-        *(
-            (Contender(f"dense, {name}", [dense(q, *each, name) for each in caches]), every)
-            for name in BACKENDS
-        ),
+    steps = [Step(q, *each, budget) for each in caches]
+    runs = [each.contenders() | each.clusters(options.cluster) for each in steps]
+    for name in BACKENDS:
+        for each, cache in zip(runs, caches, strict=True):
+            each[f"dense, {name}"] = dense(q, *cache, name)
+    names = [
+        name
+        for name in runs[0]
+        if options.only is None or any(part in name for part in options.only)
     ]
-    timings = time_side_by_side([each for each, _ in contenders], rounds=rounds)
+    timings = time_side_by_side(
+        [Contender(name, [each[name] for each in runs]) for name in names], rounds=options.rounds
+    )
     return [
         {
             "batch": batch,
@@ -78,7 +114,8 @@ def measured(batch: int, context: int, budget: int, rounds: int) -> list[record.
             "us": None if timing.error else timing.us,
             "tbps": None if timing.error else nbytes / timing.us * 1e-6,
         }
-        for timing, (_, nbytes) in zip(timings, contenders, strict=True)
+        for timing in timings
+        for nbytes in (every if "all" in timing.name or "dense" in timing.name else few,)
     ]
 
 
@@ -89,37 +126,82 @@ def tokens(batch: int, context: int) -> tuple[Tensor, Tensor]:
     return made[0], made[1]
 
 
-def step(q: Tensor, keys: Tensor, values: Tensor, budget: int) -> dict[str, Callable[[], object]]:
-    """attend_decode over lists; with scores and selection; with all of a step; over all tokens."""
-    batch, context = keys.shape[0], keys.shape[2]
-    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    cache = contiguous_pages(keys, values, lengths, PAGE)
-    shape = (batch, KV_HEADS, context // PAGE, DIM)
-    blocks = KeyBlocks.empty(shape, block=PAGE, dtype=keys.dtype, device="cuda")
-    append_keys(blocks, keys.transpose(1, 2), torch.zeros_like(lengths))
-    scores = torch.rand(batch, KV_HEADS, context // PAGE, device="cuda")
-    indices, counts = choose(scores, budget // PAGE)
-    newest, start, starts_early = keys[:, :, -1:].transpose(1, 2), lengths - 1, EarlyStarts()
+class Step:
+    """What a step of decoding is made of, of one cache."""
 
-    def chosen() -> object:
-        found = choose(score_blocks(q, blocks, lengths), budget // PAGE, sink=1, recent=1)
-        return attend_decode(q, cache, *found, block=PAGE)
+    def __init__(self, q: Tensor, keys: Tensor, values: Tensor, budget: int) -> None:
+        batch, context = keys.shape[0], keys.shape[2]
+        self.q, self.k = q, budget // PAGE
+        self.lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        self.cache = contiguous_pages(keys, values, self.lengths, PAGE)
+        shape = (batch, KV_HEADS, context // PAGE, DIM)
+        self.blocks = KeyBlocks.empty(shape, block=PAGE, dtype=keys.dtype, device="cuda")
+        append_keys(self.blocks, keys.transpose(1, 2), torch.zeros_like(self.lengths))
+        self.newest, self.start = keys[:, :, -1:].transpose(1, 2), self.lengths - 1
+        self.starts_early = EarlyStarts()
 
-    def whole() -> object:
-        append_keys(blocks, newest, start)
-        return chosen()
+    def contenders(self) -> dict[str, Callable[[], object]]:
+        """attend_decode over lists; with scores and selection; all of a step; over all tokens."""
+        scores = torch.rand(self.blocks.low.shape[:3], device="cuda")
+        indices, counts = choose(scores, self.k)
+        budget = BlockBudget(self.k, sink=1, recent=1)
 
-    def early() -> object:
-        with starts_early.use():
-            return whole()
+        def scored() -> tuple[Tensor, Tensor]:
+            found = score_blocks(self.q, self.blocks, self.lengths)
+            return choose(found, self.k, sink=1, recent=1)
 
-    return {
-        "attend_decode": lambda: attend_decode(q, cache, indices, counts, block=PAGE),
-        "score, select, attend": chosen,
-        "append, score, select, attend": whole,
-        "append, score, select, attend, early": early,
-        "attend_decode, all tokens": lambda: attend_decode(q, cache, block=PAGE),
-    }
+        def selected() -> tuple[Tensor, Tensor]:
+            return select_blocks(self.q, self.blocks, self.lengths, budget)
+
+        step, fused = "append, score, select, attend", "append, select_blocks, attend"
+        return {
+            "attend_decode": lambda: self.attend(indices, counts),
+            "score_blocks": lambda: score_blocks(self.q, self.blocks, self.lengths),
+            "score, select": scored,
+            "select_blocks": selected,
+            "score, select, attend": lambda: self.attend(*scored()),
+            "select_blocks, attend": lambda: self.attend(*selected()),
+            step: lambda: self.whole(scored),
+            f"{step}, early": lambda: self.early(scored),
+            fused: lambda: self.whole(selected),
+            f"{fused}, early": lambda: self.early(selected),
+            "attend_decode, all tokens": lambda: attend_decode(self.q, self.cache, block=PAGE),
+        }
+
+    def attend(self, indices: Tensor, counts: Tensor) -> object:
+        """To blocks of a list."""
+        return attend_decode(self.q, self.cache, indices, counts, block=PAGE)
+
+    def whole(self, chosen: Callable[[], tuple[Tensor, Tensor]]) -> object:
+        """With the newest token taken in."""
+        append_keys(self.blocks, self.newest, self.start)
+        return self.attend(*chosen())
+
+    def early(self, chosen: Callable[[], tuple[Tensor, Tensor]]) -> object:
+        """The same by kernels that start before the one ahead has ended."""
+        with self.starts_early.use():
+            return self.whole(chosen)
+
+    def clusters(self, sizes: list[int]) -> dict[str, Callable[[], object]]:
+        """score_blocks and select_blocks by clusters of these sizes."""
+        kept = (self.blocks.low, self.blocks.high, self.blocks.total)
+        scores = torch.empty(self.blocks.low.shape[:3], device="cuda")
+        wanted = device.Wanted("bound", DIM**-0.5, False)
+        lists = [
+            torch.empty((*scores.shape[:2], *width), dtype=torch.int32, device="cuda")
+            for width in ((self.k,), ())
+        ]
+        choice = choose_device.Choice(None, [self.k, self.k, 1, 1])
+        asked = (self.lengths, PAGE, wanted, choice)
+        found: dict[str, Callable[[], object]] = {}
+        for size in sizes:
+            found[f"score_blocks, clusters of {size}"] = partial(
+                device.enqueue, scores, self.q, kept, self.lengths, PAGE, wanted, size
+            )
+            found[f"select_blocks, clusters of {size}"] = partial(
+                choose_device.enqueue, lists, self.q, kept, asked, size
+            )
+        return found
 
 
 def dense(q: Tensor, keys: Tensor, values: Tensor, name: str) -> Callable[[], object]:

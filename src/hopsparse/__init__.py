@@ -29,11 +29,12 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import comm as comm
     from . import graphs as graphs
+    from . import parallel as parallel
     from . import prune as prune
     from . import quant as quant
     from . import recover as recover
-    from .graphs import accelerate as accelerate
     from .measure import Workload as Workload
+    from .models.accelerated import accelerate as accelerate
     from .models.attention_config import AttentionConfig as AttentionConfig
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .models.evaluate import compare as compare
     from .models.evaluate import evaluate as evaluate
     from .models.fused import fuse_blocks as fuse_blocks
+    from .models.key_blocks_cache import KeyBlocksCache as KeyBlocksCache
     from .models.load import load as load
     from .models.low_rank import load_low_rank as load_low_rank
     from .models.opened import open_model as open_model
@@ -62,17 +64,19 @@ if TYPE_CHECKING:
     from .models.staged import plan_and_sparsify as plan_and_sparsify
     from .models.staged import sparsify_and_recover as sparsify_and_recover
     from .models.verify import verify_checkpoint as verify_checkpoint
+    from .models.vision import sparsify_vision as sparsify_vision
     from .prune import Recipe as Recipe
     from .recover import RecoverOptions as RecoverOptions
 
 _LATER = {
-    "graphs": ("accelerate",),
     "measure": ("Workload",),
+    "models.accelerated": ("accelerate",),
     "models.attention_config": ("AttentionConfig",),
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),
     "models.evaluate": ("Comparison", "Quality", "compare", "evaluate"),
     "models.fused": ("fuse_blocks",),
+    "models.key_blocks_cache": ("KeyBlocksCache",),
     "models.load": ("load",),
     "models.low_rank": ("load_low_rank",),
     "models.opened": ("open_model",),
@@ -86,10 +90,11 @@ _LATER = {
     "models.sparsify": ("sparsify", "sparsify_checkpoint"),
     "models.staged": ("plan_and_sparsify", "sparsify_and_recover"),
     "models.verify": ("verify_checkpoint",),
+    "models.vision": ("sparsify_vision",),
     "prune": ("Recipe",),
     "recover": ("RecoverOptions",),
 }
-_FOLDERS = ("comm", "graphs", "prune", "quant", "recover")
+_FOLDERS = ("comm", "graphs", "parallel", "prune", "quant", "recover")
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
 

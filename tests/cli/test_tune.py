@@ -47,7 +47,7 @@ def test_without_a_gpu_it_says_what_is_missing(
         (("--shape", "64x66"), "k = 66"),
         (("--shape", "64x64", "--tokens", "0"), "0 tokens"),
         (("--shape", "64x64", "--dtype", "float32"), "dtype 'float32'"),
-        (("--shape", "64x64", "--dtype", "fp8/int4"), "try   --dtype float8_e4m3fn/int4"),
+        (("--shape", "64x64", "--dtype", "fp8/int4"), "try   --dtype float8_e4m3fn"),
         (("no-such-folder", "--dtype", "fp8"), "dtype 'fp8'"),
         (("--shape", "64x64", "--dtype", "int4:128/fp8"), "--dtype int4:128/float8_e4m3fn"),
         (("--shape", "64x64", "--sums", "fast"), "--sums fast of bfloat16"),

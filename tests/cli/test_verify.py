@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import hopsparse.cli.selfcheck as selfcheck
+from hopsparse.cli import verify_operators
+from hopsparse.errors import GpuLostError
 from hopsparse.formats import CSR, write_matrices
 from tests.cli.conftest import Run, start
 
@@ -28,11 +32,104 @@ def rewrite(folder: Path, name: str, value: torch.Tensor) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_self_check_passes_and_covers_all_formats(run_json: RunJson) -> None:
-    found = run_json("verify")
+def test_self_check_passes_and_covers_formats_and_operators(
+    run_json: RunJson, tmp_path: Path
+) -> None:
+    junit = tmp_path / "verify.xml"
+    found = run_json("verify", "--device", "cpu", "--junit", junit)
     assert found["ok"]
+    assert (found["path"], found["device"], found["set"], found["left"]) == (
+        *(None, "cpu", "quick", 0),
+    )
+    assert found["environment"]["torch"] == torch.__version__
     names = {check["name"] for check in found["checks"]}
     assert {f"product {fmt}" for fmt in ("nm", "bsr", "csr", "csc", "hyb", "bitmask")} <= names
+    assert {f"csr_matmul short-rows {fmt} bfloat16" for fmt in ("csr", "csc", "hyb")} <= names
+    assert all(check["seconds"] >= 0 and check["kernels"] == [] for check in found["checks"])
+    suites = ElementTree.parse(junit).getroot()
+    assert sum(int(suite.attrib["tests"]) for suite in suites) == len(found["checks"])
+    assert {suite.attrib["failures"] for suite in suites} == {"0"}
+
+
+def test_one_operator_and_all_of_its_checks(run_json: RunJson) -> None:
+    quick = run_json("verify", "--device", "cpu", "--op", "spmm_nm")
+    every = run_json("verify", "--device", "cpu", "--op", "spmm_nm", "--all")
+    assert every["set"] == "all"
+    assert {check["op"] for check in every["checks"]} == {"spmm_nm"}
+    assert len(every["checks"]) > len(quick["checks"]) > 10
+    # Tiles are choices of kernels, of which the CPU has none.
+    assert not [check for check in every["checks"] if "tile" in check["case"]]
+
+
+def test_a_wrong_operator_is_told_with_coordinates_and_bits(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("hopsparse.ops.spmm_bsr.checks")
+    original = module.spmm_bsr
+
+    def wrong(*given: Any, **named: Any) -> torch.Tensor:
+        y: torch.Tensor = original(*given, **named)
+        if y.shape == (3, 256):
+            y[2, 17] = -1024
+        return y
+
+    monkeypatch.setattr(module, "spmm_bsr", wrong)
+    junit = tmp_path / "verify.xml"
+    result = run("verify", "--device", "cpu", "--op", "spmm_bsr", "--junit", junit)
+    assert result.exit_code == 1
+    assert "the first: spmm_bsr three-tokens bsr-64x64 bfloat16: y[2, 17] is 0xc480 (-1024)" in (
+        result.stdout
+    )
+    assert "must be 0x" in result.stdout
+    failed = ElementTree.parse(junit).getroot().findall(".//failure")
+    assert len(failed) == 2
+    assert "y[2, 17] is 0xc480" in failed[0].attrib["message"]
+
+
+def test_what_was_done_before_ctrl_c_is_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = verify_operators.outcome_of, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(verify_operators, "outcome_of", interrupted)
+    junit = tmp_path / "verify.xml"
+    result = run("verify", "--device", "cpu", "--op", "sddmm_csr", "--junit", junit)
+    assert result.exit_code == 130
+    assert "3 checks on cpu" in result.stdout
+    assert ", 21 not run" in result.stdout
+    assert len(ElementTree.parse(junit).getroot().findall(".//testcase")) == 3
+
+
+def test_a_lost_gpu_ends_the_run(run_json: RunJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*given: Any) -> Any:
+        raise GpuLostError("a kernel that failed", need="another", hint="none")
+
+    monkeypatch.setattr(verify_operators, "outcome_of", lost)
+    found = run_json("verify", "--device", "cpu", "--op", "sddmm_csr", exit_code=1)
+    assert (len(found["checks"]), found["left"], found["ok"]) == (1, 23, False)
+    assert "GpuLostError: a kernel that failed" in found["checks"][0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--op", "spmm"), "operator 'spmm'"),
+        (("--device", "tpu"), "device 'tpu'"),
+        (("--device", "cpu", "--delays", "3"), "--delays on the CPU"),
+        (("somewhere", "--all"), "--all beside a PATH"),
+        (("somewhere", "--op", "select", "--junit", "x"), "--op and --junit beside a PATH"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(run: Run, given: tuple[str, ...], told: str) -> None:
+    result = run("verify", *given)
+    assert result.exit_code == 2
+    assert told in result.stderr
 
 
 def test_self_check_notices_a_wrong_product(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +143,7 @@ def test_self_check_notices_a_wrong_product(run: Run, monkeypatch: pytest.Monkey
         return y
 
     monkeypatch.setattr(selfcheck.SparseLinear, "forward", wrong)
-    result = run("verify")
+    result = run("verify", "--device", "cpu", "--op", "formats")
     assert result.exit_code == 1
     assert "the first: product nm" in result.stdout
     assert "float64 gives" in result.stdout

@@ -1,4 +1,4 @@
-"""The example of docs/comm.md, as it stands there, in two processes."""
+"""The examples of docs/comm.md and docs/parallel.md, as they stand there, in two processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "comm.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["comm.md", "parallel.md"])
+def test_the_example_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     told = re.search(r"prints `([^`]*)`", page)
     assert told is not None

@@ -279,3 +279,21 @@ def test_nothing_gives_nothing(shape: tuple[int, ...], device: torch.device) -> 
 def test_a_gradient_is_refused(device: torch.device) -> None:
     with pytest.raises(UnsupportedError, match="fake_inputs"):
         quantize_rows(torch.ones(2, 8, device=device, requires_grad=True), torch.int8)
+
+
+@CASES
+@pytest.mark.parametrize("dtype", INPUTS, ids=str)
+def test_codes_of_int4_are_spelled_as_numbers_of_e4m3(
+    case: cases.Case, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = hard_rows(case.rows, case.k, dtype, "int4")
+    static = torch.tensor([0.25])
+    for options in ({}, {"scale": static}, {"norm": torch.ones(case.k, dtype=dtype)}):
+        if "norm" in options:
+            x = torch.randn(case.rows, even(case.k, "int4")).to(dtype)
+            options["norm"] = torch.ones(x.shape[-1], dtype=dtype)
+            codes, scales = quantize_rows(x.to(device), "int4", **on(device, options))
+            right = unpacked(codes, "int4").to(torch.float8_e4m3fn), scales
+        else:
+            right = quantize_rows(x, "int4_in_e4m3", **options)
+        assert_same(quantize_rows(x.to(device), "int4_in_e4m3", **on(device, options)), right)

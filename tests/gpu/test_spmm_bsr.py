@@ -14,6 +14,7 @@ from hopsparse.measure.error import finish_bound, product_bound
 from hopsparse.ops import spmm_bsr
 from hopsparse.ops._call import ACTIVATIONS, apply_activation
 from hopsparse.ops.spmm_bsr.device import Epilogue, launch_for
+from hopsparse.ops.spmm_bsr.fragments_kernel import FragmentConfig
 from hopsparse.ops.spmm_bsr.kernel import Config, deepest
 from hopsparse.ops.spmm_bsr.plan import CANDIDATES, Problem, spec_of
 from hopsparse.ops.spmm_bsr.ready import ready
@@ -262,10 +263,10 @@ def test_torch_agrees_that_the_operator_is_well_formed(device: torch.device) -> 
         torch.library.opcheck(torch.ops.hopsparse.spmm_bsr.default, arguments)
 
 
-def test_a_tile_of_other_blocks_is_refused(device: torch.device) -> None:
-    w = BSR.from_dense(blocked(64, 64, (16, 16), torch.bfloat16, device), (16, 16))
-    with pytest.raises(ArgumentError, match="a tile with panels=1, width=16"):
-        spmm_bsr(w, small(9, 64, torch.bfloat16, device), config=deepest(1, 64, 64))
+def test_a_tile_that_blocks_cannot_run_is_refused(device: torch.device) -> None:
+    w = BSR.from_dense(blocked(64, 64, (8, 16), torch.bfloat16, device), (8, 16))
+    with pytest.raises(ArgumentError, match="of cells of 16 x 16, for blocks of 8 x 16"):
+        spmm_bsr(w, small(9, 64, torch.bfloat16, device), config=FragmentConfig(1, 64, 1))
 
 
 def test_transforms_run_dense_and_are_right(device: torch.device) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hopsparse.compiler import KernelCache
-from hopsparse.errors import ArgumentError
 from hopsparse.formats import BSR
 from hopsparse.measure.error import finish_bound, product_bound
 from hopsparse.ops import spmm_bsr
@@ -241,16 +240,6 @@ def test_a_graph_goes_on_to_read_the_layout(device: torch.device) -> None:
     spmm_bsr(w, x, config=config)  # which lays the values out again, where they were
     graph.replay()
     assert torch.equal(y, exact_product(x, 2 * dense))
-
-
-def test_a_tile_of_other_blocks_is_refused(device: torch.device) -> None:
-    x = small(9, 64, torch.bfloat16, device)
-    w = BSR.from_dense(blocked(64, 64, (16, 16), torch.bfloat16, device), (16, 16))
-    with pytest.raises(ArgumentError, match="a tile with height=1"):
-        spmm_bsr(w, x, config=FragmentConfig(2, 64, 1))
-    w = BSR.from_dense(blocked(64, 64, (64, 64), torch.bfloat16, device), (64, 64))
-    with pytest.raises(ArgumentError, match=r"a Config of hopsparse\.ops\.spmm_bsr\.kernel"):
-        spmm_bsr(w, x, config=FragmentConfig(2, 64, 1))
 
 
 @pytest.mark.parametrize(("block", "kept"), [(16, 0.1), (16, 0.2), (32, 0.2)])

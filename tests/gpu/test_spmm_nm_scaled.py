@@ -12,12 +12,14 @@ from hopsparse.formats import NM
 from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
 from hopsparse.measure.error import finish_bound, gamma, gated_bound, unit_roundoff
 from hopsparse.ops import Scaling, interleave_gate_up, pack_nm, spmm_nm_scaled
+from hopsparse.ops._rows import rows_for_tma
 from hopsparse.ops.spmm_nm.chosen import one_of
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation
 from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
 from hopsparse.ops.spmm_nm.scaled.op import plan_scaled
+from hopsparse.ops.spmm_nm.scaled.widened import widened
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8, INT8 = "float8_e4m3fn", "int8"
@@ -323,3 +325,61 @@ def test_results_are_the_same_bits_every_time(device: torch.device) -> None:
     for sums in ("promoted", "fast"):
         first = spmm_nm_scaled(w, x, Scaling(sums=sums))
         assert all(torch.equal(first, spmm_nm_scaled(w, x, Scaling(sums=sums))) for _ in range(5))
+
+
+# Whole pieces and cut ones; rows side by side, apart, and off 16 bytes, which are copied.
+@pytest.mark.parametrize(
+    ("tokens", "k", "start", "row"),
+    [
+        (1, 64, 0, 32),
+        (16, 4096, 0, 2048),
+        (300, 1168, 0, 584),
+        (37, 2080, 16, 1104),
+        (9, 260, 7, 200),
+    ],
+)
+def test_x_of_4_bits_that_is_widened_once_gives_the_same_bits(
+    tokens: int, k: int, start: int, row: int, device: torch.device
+) -> None:
+    w = NM.from_dense(two_four(1032, k, E4M3, device))
+    whole = torch.randint(-128, 128, (tokens, row), dtype=torch.int8, device=device)
+    x = whole[:, start : start + k // 2]
+    scaling = Scaling(x=torch.rand(tokens, 1, device=device))  # promoted sums of these are exact
+    codes = unpack_nibbles(x.contiguous().view(torch.uint8), (tokens, k)).to(E4M3)
+    rows = rows_for_tma(x, whole=True)
+    for _ in range(2):  # the second is a launch that is known
+        wide = widened(rows, tokens, k)
+        assert torch.equal(wide.float() * 2.0**9, codes.float())
+    torch.cuda.synchronize()
+    right = spmm_nm_scaled(w, codes, scaling, out_dtype=torch.float32)
+    assert torch.equal(spmm_nm_scaled(w, x, scaling, out_dtype=torch.float32), right)
+
+
+def test_what_x_of_4_bits_runs_is_planned_prepared_and_captured(device: torch.device) -> None:
+    """A capture right behind `prepare_scaled`; weights are loaded while x is still widened."""
+    w, said = NM.from_dense(two_four(2048, 1024, E4M3, device)), set()
+    assert prepare_scaled(w, 600, Scaling(), x_dtype=torch.int8)
+    for tokens in (1, 33, 600):
+        codes = torch.randint(-8, 8, (tokens, 1024), dtype=torch.int8, device=device)
+        x = pack_nibbles(codes).view(torch.int8).view(tokens, -1)
+        said.add(plan_scaled(w, x).why.partition(",")[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = spmm_nm_scaled(w, x, out_dtype=torch.bfloat16)
+        for _ in range(3):
+            codes = codes.flip(0).neg().clamp_(max=7)
+            x.copy_(pack_nibbles(codes).view(torch.int8).view(tokens, -1))
+            y.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y, exact(codes, w.to_dense()).bfloat16())
+            assert torch.equal(spmm_nm_scaled(w, x), y)
+    assert "x widened to float8_e4m3fn once" in said
+
+
+def test_the_decision_widens_in_the_tile_where_one_block_reads_x(device: torch.device) -> None:
+    w = NM.from_dense(two_four(64, 1024, E4M3, device))
+    codes = torch.randint(-8, 8, (1024, 1024), dtype=torch.int8, device=device)
+    x = pack_nibbles(codes).view(torch.int8).view(1024, -1)
+    assert ", which widens x" in plan_scaled(w, x).why
+    y = spmm_nm_scaled(w, x, out_dtype=torch.float32)
+    assert torch.equal(y.double(), exact(codes, w.to_dense()))

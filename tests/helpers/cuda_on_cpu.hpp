@@ -49,6 +49,7 @@ inline Block& block_here() { return *cluster_here->blocks[rank_here]; }
 inline u8* shared_memory() { return block_here().bytes(); }
 inline void __syncthreads() { block_here().barrier.arrive_and_wait(); }
 inline void cluster_sync() { cluster_here->barrier.arrive_and_wait(); }
+inline void cluster_sync_relaxed() { cluster_sync(); }
 inline u32 cluster_rank() { return rank_here; }
 // A launch of its own: nothing is ahead of it and nothing behind.
 inline void let_next_start() {}
@@ -97,6 +98,14 @@ inline u32 __reduce_max_sync(u32, u32 value) {
   });
 }
 
+inline u32 __reduce_add_sync(u32, u32 value) {
+  return meet(value, [](const u32* all) {
+    u32 sum = 0;
+    for (int i = 0; i < 32; ++i) sum += all[i];
+    return sum;
+  });
+}
+
 inline int __popc(u32 word) { return std::popcount(word); }
 inline int __ffs(u32 word) { return word ? std::countr_zero(word) + 1 : 0; }
 inline u32 atomicAdd(u32* place, u32 value) { return std::atomic_ref<u32>(*place).fetch_add(value); }
@@ -133,7 +142,7 @@ inline u32 min(u32 a, int b) { return min(a, static_cast<u32>(b)); }
 inline u32 min(int a, u32 b) { return min(static_cast<u32>(a), b); }
 inline u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
-enum class Type { bf16, f16, f32 };
+enum class Type { bf16, f16, f32, s32, s8, e4m3 };
 template <Type T>
 float unpack(u32 word) {
   return __uint_as_float(word << 16);

@@ -140,15 +140,17 @@ inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 // ---- Tensor maps -------------------------------------------------------------------------------
 
-// 16-bit elements: address, rank, sizes, strides in bytes from the second dimension on, box.
+// Address, rank, sizes, strides in bytes from the second dimension on, box; bytes of an element, 0
+// for 2, and whether it is not swizzled.
 struct alignas(64) TensorMap {
-  u64 address, rank, size[4], stride[3], box[4], rest[3];
+  u64 address, rank, size[4], stride[3], box[4], bytes, plain, rest;
 };
 static_assert(sizeof(TensorMap) == 128);
 
 inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4]) {
   std::this_thread::sleep_for(std::chrono::microseconds(dst * 2654435761u >> 22));
   u64 count = 1;
+  const u64 bytes = map.bytes ? map.bytes : 2;
   for (u64 i = 0; i < map.rank; ++i) count *= map.box[i];
   for (u64 n = 0; n < count; ++n) {
     u64 rest = n, from = map.address;
@@ -157,13 +159,17 @@ inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4])
       const long index = at[i] + static_cast<long>(rest % map.box[i]);
       rest /= map.box[i];
       inside = inside && index >= 0 && index < static_cast<long>(map.size[i]);
-      from += index * (i == 0 ? 2 : map.stride[i - 1]);
+      from += index * (i == 0 ? bytes : map.stride[i - 1]);
     }
-    u16 value = 0;
-    if (inside) std::memcpy(&value, reinterpret_cast<const void*>(from), 2);
-    std::memcpy(shared_memory() + swizzled(dst + 2 * n), &value, 2);
+    u64 value = 0;
+    if (inside) std::memcpy(&value, reinterpret_cast<const void*>(from), bytes);
+    const u32 to = dst + bytes * n;
+    std::memcpy(shared_memory() + (map.plain ? to : swizzled(to)), &value, bytes);
   }
-  mbarrier_complete(bar, 2 * count);
+  mbarrier_complete(bar, bytes * count);
+}
+inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1) {
+  copy_box(dst, map, bar, {c0, c1, 0, 0});
 }
 inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int c2) {
   copy_box(dst, map, bar, {c0, c1, c2, 0});

@@ -55,16 +55,23 @@ def on_ranks(
             its.close()
             started.append((process, mine))
         found = []
-        for _, mine in started:
-            try:
-                # The group's own time-out ends a rank that waits for ever.
-                assert mine.poll(timeout + 60), "a rank hangs"
-                found.append(mine.recv())
-            except EOFError:
-                found.append(KILLED)
+        try:
+            for _, mine in started:
+                try:
+                    # The group's own time-out ends a rank that waits for ever.
+                    assert mine.poll(timeout + 60), "a rank hangs"
+                    found.append(mine.recv())
+                except EOFError:
+                    found.append(KILLED)
+        except BaseException:
+            for process, _ in started:
+                process.kill()
+            raise
         for _, mine in started:
             mine.close()
         for process, _ in started:
+            process.join(30)
+            process.kill()  # one whose GPU failed may not come to its end
             process.join()
         return found
 
@@ -86,6 +93,7 @@ def _rank(
     warnings.simplefilter("error")
     backend, store, timeout = group
     if backend == "nccl":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which is set up on few machines
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,

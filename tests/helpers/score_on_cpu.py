@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 
 from hopsparse.ops.score_blocks import plan
+from hopsparse.ops.score_blocks.choose import Choice, pack_choice
 from hopsparse.ops.score_blocks.device import Wanted, pack, pack_append
 from tests.helpers.block_scores import Problem
 
 ROOT = Path(__file__).parents[2]
-FILES = ("rows.cuh", "kernel.cuh", "append.cuh")
+FILES = (
+    "device/order/rank.cuh",
+    *(f"ops/score_blocks/{name}.cuh" for name in ("rows", "scores", "kernel", "choose", "append")),
+)
 
 # What the texts ask of a GPU beyond cuda_on_cpu.hpp.
 _HERE = """
-#include "cuda_on_cpu.hpp"
+#include "mma_on_cpu.hpp"
 thread_local Index gridDim;
-inline void cluster_sync_relaxed() { cluster_sync(); }
+// Nothing is read, but it could be: an address outside of what is there would end the process.
+inline void prefetch_l2(const void* from) { (void)*static_cast<const volatile u8*>(from); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <int N>
@@ -37,7 +42,8 @@ template <int Kind_, int Type_, int Dim, int Heads, int Scores>
 struct Tested {
   static constexpr score_blocks::Kind kKind = static_cast<score_blocks::Kind>(Kind_);
   static constexpr Type kType = static_cast<Type>(Type_);
-  static constexpr int kDim = Dim, kHeads = Heads, kWarps = 2, kScores = Scores;
+  static constexpr int kDim = Dim, kHeads = Heads, kWarps = 2, kScores = Scores, kRanks = 1024;
+  static constexpr int kAhead = 2;
   static constexpr int kRows = Kind_ == 2 || (Kind_ == 0 && kType == Type::f32) ? 1 : 2;
 };
 template <class C>
@@ -46,6 +52,15 @@ void score(const score_blocks::Args& a, u32 batch, int cluster) {
     gridDim = {u32(cluster), 1, 1};
     score_blocks::run<C>(a);
   });
+}
+template <class C>
+void choose(const score_blocks::ChooseArgs& a, u32 batch, int cluster) {
+  if constexpr (score_blocks::Facts<C>::kStep % 4 == 0) {
+    launch({1, a.of.kv_heads, batch}, cluster, 64, sizeof(score_blocks::ChooseSmem<C>), [&] {
+      gridDim = {u32(cluster), 1, 1};
+      score_blocks::run_chosen<C>(a);
+    });
+  }
 }
 template <int Type_, int Dim>
 struct Appended {
@@ -59,6 +74,12 @@ void append(const append_keys::Args& a, u32 grid, u32 batch) {
 extern "C" void entry(const score_blocks::Args* a, u32 batch, int cluster, int number) {
   switch (number) {
 CASES
+  }
+}
+extern "C" void choose_entry(const score_blocks::ChooseArgs* a, u32 batch, int cluster,
+                             int number) {
+  switch (number) {
+CHOOSE
   }
 }
 extern "C" void append_entry(const append_keys::Args* a, u32 grid, u32 batch, int wide, int dim) {
@@ -101,23 +122,28 @@ VARIANTS = (
 )
 
 
+def _cases(name: str) -> str:
+    """A branch for each variant."""
+    return "\n".join(
+        f"    case {number}: {name}<Tested<{plan.KINDS.index(t.kind)}, "
+        f"{2 if t.dtype == F32 else 0}, {t.dim}, {t.heads}, {t.scores}>>(*a, batch, cluster); "
+        "break;"
+        for number, t in enumerate(VARIANTS)
+    )
+
+
 class Compiled:
     """The kernels of `VARIANTS`, and those that take in keys."""
 
     def __init__(self, folder: Path) -> None:
-        cases = "\n".join(
-            f"    case {number}: score<Tested<{plan.KINDS.index(t.kind)}, "
-            f"{2 if t.dtype == F32 else 0}, {t.dim}, {t.heads}, {t.scores}>>(*a, batch, cluster); "
-            "break;"
-            for number, t in enumerate(VARIANTS)
-        )
-        files = [ROOT / "src/hopsparse/ops/score_blocks" / name for name in FILES]
+        files = [ROOT / "src/hopsparse" / name for name in FILES]
         kernels = "\n".join(file.read_text(encoding="utf-8") for file in files)
         text = re.sub(r"^\s*#(include|pragma).*$", "", kernels, flags=re.MULTILINE)
         shared = "extern __shared__ __align__(16) u8 memory[];"
         text = text.replace(shared, "u8* memory = shared_memory();")
         source, library = folder / "score.cpp", folder / "score.so"
-        source.write_text(_HERE + text + _ENTRY.replace("CASES", cases))
+        entry = _ENTRY.replace("CASES", _cases("score")).replace("CHOOSE", _cases("choose"))
+        source.write_text(_HERE + text + entry)
         options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
         include = f"-I{Path(__file__).parent}"
         subprocess.run(["g++", *options, include, "-o", str(library), str(source)], check=True)
@@ -132,6 +158,19 @@ class Compiled:
         number = VARIANTS.index(tested)
         self._library.entry(ctypes.byref(args), p.q.shape[0], cluster, number)
         return scores
+
+    def chosen(
+        self, tested: Variant, p: Problem, cluster: int, choice: Choice
+    ) -> tuple[Tensor, Tensor]:
+        """The lists that the kernel writes; what it does not is -7."""
+        batch, kv_heads = p.blocks.low.shape[:2]
+        indices = torch.full((batch, kv_heads, choice.sizes[1]), -7, dtype=torch.int32)
+        counts = torch.full((batch, kv_heads), -7, dtype=torch.int32)
+        asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False), choice)
+        args = pack_choice([indices, counts], p.q, p.kept, asked)
+        number = VARIANTS.index(tested)
+        self._library.choose_entry(ctypes.byref(args), batch, cluster, number)
+        return indices, counts
 
     def append(
         self, p: Problem, keys: Tensor, starts: Tensor, counts: Tensor | None = None

@@ -38,7 +38,9 @@ Run = Callable[..., list[Tensor]]
 
 def compiled(folder: Path, cluster: int) -> Run:
     """The kernel with clusters of so many blocks; its arguments are those of the reference."""
-    kernel = (ROOT / "src/hopsparse/ops/select/kernel.cuh").read_text(encoding="utf-8")
+    package = ROOT / "src/hopsparse"
+    files = (package / "device/order/rank.cuh", package / "ops/select/kernel.cuh")
+    kernel = "\n".join(file.read_text(encoding="utf-8") for file in files)
     spec = plan.spec_for("float32", "rank", plan.SHAPES[0])
     config = spec.text[: spec.text.index("static_assert")]
     text = re.sub(r"^#(include|pragma unroll).*$", "", kernel + config, flags=re.MULTILINE)

@@ -105,3 +105,24 @@ def test_names_that_mean_nothing_are_refused() -> None:
     for wrong in (("train", 1, 1), ("decode", 0, 1), ("prefill", 1, 0)):
         with pytest.raises(ArgumentError, match="prefill or decode"):
             Phase(*wrong)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_prompts_have_the_logits_of_the_model(captured: bool) -> None:
+    """Captured ways attend without a mask, over a cache that every run finds empty."""
+    model = make()
+    torch.manual_seed(1)
+    run, _ = prepared(ModelWay("dense", leave, captured=captured), PHASES[0], model, CPU)
+    torch.manual_seed(1)
+    texts = torch.randint(64, (2, 8))
+    model.set_attn_implementation("sdpa")
+    right = model(texts).logits[:, -1:]
+    model.set_attn_implementation("hopsparse_race_causal" if captured else "sdpa")
+    for _ in range(2):
+        torch.testing.assert_close(run(), right)
+
+
+def test_what_begins_too_late_is_left_out() -> None:
+    ways = (ModelWay("dense", leave), ModelWay("2:4", ours_16))
+    found = list(race(make, ways, PHASES, rounds=1, seconds=1e-9))
+    assert [each.error for each in found] == ["left out: no time"] * 4

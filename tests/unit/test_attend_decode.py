@@ -210,3 +210,33 @@ def test_a_pool_beyond_2_to_the_31_elements_is_addressed_in_64_bits() -> None:
     q = torch.randn(1, 1, 16)
     out, lse = attend_decode(q, cache)
     assert_attention((out[0, 0], lse[0, 0]), q[0, 0], base[0, 0, :5], base[0, 0, :5], 0.25)
+
+
+@pytest.mark.parametrize("layout", ["a cache", "tokens first", "a view", "one text for all"])
+def test_pages_of_a_cache_of_a_fixed_size_lie_where_they_are(layout: str) -> None:
+    batch, heads, tokens, dim = 3, 2, 64, 8
+    keys, values = torch.randn(2, batch, heads, tokens, dim)
+    if layout == "tokens first":
+        keys, values = (
+            each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values)
+        )
+    elif layout == "a view":
+        keys, values = (torch.cat([each, each], 2)[:, :, :tokens] for each in (keys, values))
+    elif layout == "one text for all":
+        keys, values = (each[:1].expand(batch, -1, -1, -1) for each in (keys, values))
+    lengths = torch.tensor([64, 17, 0], dtype=torch.int32)
+    cache = contiguous_pages(keys, values, lengths, 16)
+    assert cache.keys.data_ptr() == keys.data_ptr()
+    assert cache.values.data_ptr() == values.data_ptr()
+    assert cache.keys.untyped_storage().nbytes() == keys.untyped_storage().nbytes()
+    for b in range(batch):
+        found = torch.cat([cache.keys[page] for page in cache.table[b].tolist()], 1)
+        assert torch.equal(found, keys[b])
+    again = contiguous_pages(keys, values, lengths, 16, cache.table)
+    assert again.table is cache.table
+    q = torch.randn(batch, 2 * heads, dim)
+    odd = contiguous_pages(keys[:, :, :63], values[:, :, :63], lengths.clamp(max=63), 16)
+    assert odd.keys.data_ptr() != keys.data_ptr()
+    out, _ = attend_decode(q[1:], replace(cache, table=cache.table[1:], lengths=lengths[1:]))
+    right, _ = attend_decode(q[1:], replace(odd, table=odd.table[1:], lengths=lengths[1:]))
+    assert torch.equal(out, right)

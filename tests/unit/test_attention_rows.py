@@ -45,8 +45,9 @@ def steps() -> dict[tuple[float, ...], Times]:
 
 
 def by_cluster(us: Times) -> dict[int, float]:
-    """Scores by bound."""
-    return {size: us[f"score_blocks, bound, clusters of {size}"] for size in plan.CLUSTERS}
+    """Scores by bound, by clusters that were measured."""
+    names = {size: f"score_blocks, bound, clusters of {size}" for size in plan.CLUSTERS}
+    return {size: us[name] for size, name in names.items() if name in us}
 
 
 def floor_us(batch: float, context: float, entry_bytes: int) -> float:

@@ -317,3 +317,18 @@ def test_specs_are_named_and_listed() -> None:
 def test_there_is_no_kernel_for(chosen: Any) -> None:
     with pytest.raises(ArgumentError, match="quantize_rows kernel"):
         plan.spec_for(*chosen)
+
+
+@pytest.mark.parametrize("k", [1, 7, 64])
+def test_codes_of_int4_may_be_spelled_as_numbers_of_e4m3(k: int) -> None:
+    x = torch.randn(5, k)
+    x[1], x[2, -1], x[3] = 0, torch.nan, -0.0
+    for options in ({}, {"scale": torch.tensor([0.25])}):
+        codes, scales = quantize_rows(x, "int4_in_e4m3", **options)
+        assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, x.shape)
+        even = torch.nn.functional.pad(x, (0, k % 2))
+        packed, same = quantize_rows(even, "int4", **options)
+        right = unpack_nibbles(packed.view(torch.uint8), tuple(even.shape))[:, :k]
+        assert torch.equal(codes.float(), right.float())
+        assert not codes.float().signbit()[codes.float() == 0].any()
+        assert torch.equal(scales, same) or torch.equal(scales.isnan(), same.isnan())

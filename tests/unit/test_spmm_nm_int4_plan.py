@@ -15,7 +15,7 @@ from hopsparse.formats.scheme import parse_scheme
 from hopsparse.measure.contest import Reference
 from hopsparse.measure.suite import Int4Problem
 from hopsparse.ops import spmm_nm_int4
-from hopsparse.ops.spmm_nm.cost import Problem, predicted_us
+from hopsparse.ops.spmm_nm.cost import Problem, predicted_us, stages_of_k, unit_clocks
 from hopsparse.ops.spmm_nm.int4.op import plan_int4
 from hopsparse.ops.spmm_nm.int4.plan import (
     KINDS,
@@ -222,3 +222,26 @@ def test_a_plan_refuses_what_the_product_refuses() -> None:
     x: Tensor = torch.ones(3, 64)
     with pytest.raises(ArgumentError, match="x_dtype=torch.float32"):
         plan_int4(w, x)
+
+
+def test_teams_serve_few_tokens_and_share_the_units_of_k() -> None:
+    for kind in ("int4:128/bfloat16", "int4:128/int8"):
+        numbers = Kind.parse(kind).numbers
+        few = choose_int4(Problem(1, 8192, 28672), numbers, 132)
+        assert few.ways == few.warpgroups == 3
+        assert few.out == 64
+        assert few.stages >= 3 * few.ways
+        assert choose_int4(Problem(4096, 8192, 28672), numbers, 132).ways == 1
+        alone = replace(few, warpgroups=1, ways=1)
+        assert unit_clocks(few, 1) < unit_clocks(alone, 1)
+        stages = stages_of_k(few, Problem(1, 64, 4160))
+        assert stages % (2 * few.ways) == 0
+        assert stages * few.columns >= 4160
+
+
+@pytest.mark.parametrize("changes", [{"ways": 2}, {"ways": 3, "stages": 5}])
+def test_a_team_is_whole_and_has_two_stages_for_each(changes: dict[str, int]) -> None:
+    sizes = {"warpgroups": 3, "panels": 1, "tokens": 16, "units": 2, "stages": 6}
+    Config(**sizes, four_bit_w=True, ways=3)
+    with pytest.raises(ArgumentError, match="whole teams of consumers, and two stages"):
+        Config(**sizes | {"ways": 3} | changes, four_bit_w=True)

@@ -14,13 +14,21 @@ from hopsparse.formats import NM
 from hopsparse.measure.contest import Reference
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_nm_scaled
-from hopsparse.ops.spmm_nm.cost import FITTED, Problem, predicted_us, unit_clocks
+from hopsparse.ops.spmm_nm.chooser import coded_us
+from hopsparse.ops.spmm_nm.cost import (
+    FITTED,
+    Problem,
+    predicted_us,
+    unit_clocks,
+    widen_once_us,
+)
 from hopsparse.ops.spmm_nm.int4.ahead import prepare_int4
 from hopsparse.ops.spmm_nm.int4.plan import choose_int4
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers, spec_of_numbers
 from hopsparse.ops.spmm_nm.plan import choose, eight_bit, key_of
 from hopsparse.ops.spmm_nm.scaled.ahead import prepare_scaled
 from hopsparse.ops.spmm_nm.scaled.plan import (
+    as_widened,
     candidates_scaled,
     choices_scaled,
     choose_scaled,
@@ -29,6 +37,7 @@ from hopsparse.ops.spmm_nm.scaled.plan import (
     scaled_key,
     scaled_versions,
     tuned_scaled,
+    widens_once,
 )
 from hopsparse.ops.spmm_nm.scaled.tuning import (
     CodesLayer,
@@ -93,9 +102,12 @@ def test_what_no_product_of_codes_computes_with_is_refused(
 def test_without_results_the_model_chooses(numbers: Numbers, sm_count: int) -> None:
     for tokens in (16, 256, 4096):
         problem = replace(LAYER, tokens=tokens)
-        promoted = numbers.promoted or numbers.grouped
+        how = {
+            "promoted": numbers.promoted or numbers.grouped,
+            "widened_x": numbers.x == "int4",
+        }
         times = {
-            predicted_us(config, problem, sm_count, promoted=promoted): config
+            predicted_us(config, problem, sm_count, **how): config
             for config in candidates_scaled(problem, numbers, sm_count)
         }
         chosen = choose_scaled(problem, numbers, sm_count, machine=HERE)
@@ -287,3 +299,40 @@ def test_without_an_sm_nothing_is_chosen() -> None:
         choose_int4(problem, four, 0)
     with pytest.raises(UnsupportedError, match="0 SMs"):
         choose(problem, 0)
+
+
+def test_x_of_4_bits_is_widened_once_where_that_is_predicted_to_be_faster() -> None:
+    for sums in ("promoted", "fast"):
+        numbers = numbers_for("float8_e4m3fn/int4", sums)
+        behind = as_widened(numbers)
+        assert behind == numbers_for("float8_e4m3fn", sums)
+        for tokens, out in ((1, 4096), (1024, 4096), (1024, 64), (16, 64)):
+            problem = replace(LAYER, tokens=-(-tokens // 16) * 16, out=out)
+            in_tile = coded_us(choose_scaled(problem, numbers, 132), problem, numbers, 132)
+            apart = coded_us(choose_scaled(problem, behind, 132), problem, behind, 132)
+            once = widen_once_us(problem) + apart < in_tile
+            assert widens_once(replace(problem, tokens=tokens), numbers, 132) == once
+    assert widens_once(replace(LAYER, tokens=1024), numbers, 132)
+    assert not widens_once(Problem(1024, 64, 4096), numbers, 132)
+    assert not widens_once(replace(LAYER, tokens=1024), behind, 132)
+
+
+def test_more_than_the_pass_counts_is_widened_in_the_tile() -> None:
+    numbers = numbers_for("float8_e4m3fn/int4")
+    assert widens_once(Problem(2**16, 4096, 2**18), numbers, 132)
+    assert not widens_once(Problem(2**18, 4096, 2**18), numbers, 132)
+
+
+def test_a_tuned_tile_counts_in_the_decision() -> None:
+    """A tuned tile that is predicted to be slower makes the other way the faster one."""
+    numbers = numbers_for("float8_e4m3fn/int4")
+    problem = replace(LAYER, tokens=1024)
+    behind = as_widened(numbers)
+    times = dict.fromkeys(candidates_scaled(problem, behind, HERE.sm_count), 100.0)
+    times[max(times, key=lambda c: coded_us(c, problem, behind, HERE.sm_count))] = 1.0
+    store_times(problem, behind, times)
+    slow = choose_scaled(problem, behind, HERE.sm_count, machine=HERE)
+    us = widen_once_us(problem) + coded_us(slow, problem, behind, HERE.sm_count)
+    own = coded_us(choose_scaled(problem, numbers, HERE.sm_count), problem, numbers, HERE.sm_count)
+    assert widens_once(problem, numbers, HERE.sm_count, machine=HERE) == (us < own)
+    assert us > own

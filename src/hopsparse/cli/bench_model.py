@@ -46,6 +46,12 @@ class BenchModel:
         str, typer.Option(metavar="NxN,NxN", help="Batches behind a context; empty for none.")
     ] = "1x512,8x512,64x512"
     rounds: Annotated[int, typer.Option(help="Timed runs of each; the median counts.")] = 10
+    seconds: Annotated[
+        float | None, typer.Option(help="What begins later is left out, and says so.")
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="With --config: so many blocks, for a quick look.")
+    ] = None
     device: Annotated[str, typer.Option(help="Where it runs.")] = "cuda"
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Append rows, as JSON lines.")
@@ -68,15 +74,23 @@ def run(options: BenchModel) -> None:
         raise ArgumentError(both, need="one of them", hint="--config llama-3-8b")
     if options.rounds < 1:
         raise ArgumentError(f"--rounds {options.rounds}", need="at least 1", hint="--rounds 10")
+    if options.layers is not None and (options.layers < 1 or options.config is None):
+        what = f"--layers {options.layers}" + ("" if options.config else " with a MODEL")
+        raise ArgumentError(what, need="1 and more, with --config", hint="--layers 4")
+    if options.seconds is not None and not options.seconds > 0:
+        raise ArgumentError(f"--seconds {options.seconds}", need="above 0", hint="--seconds 120")
     ways, phases = ways_named(options.ways), _phases(options)
     device = torch.device(check_device(options.device))
     if options.out is not None:
         check_can_append(options.out)
     facts: dict[str, Any] = environment(device) if device.type == "cuda" else {"device": "cpu"}
     facts["model"] = options.config or options.model
+    if options.layers is not None:
+        facts["model"] = f"{options.config}, {options.layers} layers"
     found: list[Found] = []
     total = len(ways) * len(phases)
-    for each in race(_maker(options, device), ways, phases, rounds=options.rounds):
+    limits: dict[str, Any] = {"rounds": options.rounds, "seconds": options.seconds}
+    for each in race(_maker(options, device), ways, phases, **limits):
         found.append(each)
         elapsed = time.monotonic() - started
         left = elapsed / len(found) * (total - len(found))
@@ -106,7 +120,7 @@ def _maker(options: BenchModel, device: Any) -> Callable[[], nn.Module]:
 
         def random() -> nn.Module:
             torch.manual_seed(0)
-            return random_model(config, device=device)
+            return random_model(config, device=device, layers=options.layers)
 
         return random
     from ..models.opened import open_model
@@ -138,15 +152,13 @@ def _phases(options: BenchModel) -> list[Phase]:
 
 
 def _print(found: list[Found], model: str) -> None:
-    from rich.markup import escape
-
     console = stdout()
     console.print(f"{model}, bfloat16 but for what a way says\n", markup=False)
     first = {each.phase: each.ms for each in found if each.way == _FIRST and not each.error}
     table = results_table("phase", "way", "ms", "tokens/s", f"x {_FIRST}", "memory", "W")
     for each in sorted(found, key=lambda each: [other.phase for other in found].index(each.phase)):
         if each.error:
-            table.add_row(each.phase, each.way, escape(each.error), "", "", "", "")
+            table.add_row(each.phase, each.way, "none", "", "", "", "")
             continue
         ratio = f"{first[each.phase] / each.ms:.2f}" if each.phase in first else ""
         watts = "" if each.watts is None else f"{each.watts:.0f}"
@@ -154,6 +166,9 @@ def _print(found: list[Found], model: str) -> None:
         speed = f"{each.tokens_per_s:,.0f}"
         table.add_row(each.phase, each.way, f"{each.ms:.2f}", speed, ratio, memory, watts)
     console.print(table)
+    for each in filter(lambda each: each.error, found):
+        # In a cell, a long one would leave no room for numbers.
+        console.print(f"{each.phase}, {each.way}: {each.error}", markup=False, soft_wrap=True)
 
 
 BENCH_MODEL = command(BenchModel, run, name="model")

@@ -28,7 +28,7 @@ _FLOATS = CODES[1:]
 # What users of quantized layers may write.
 _SCHEMES = {
     "fp8": "float8_e4m3fn",
-    "fp8/int4": "float8_e4m3fn/int4",
+    "fp8/int4": "float8_e4m3fn",
     "int4": "int4:64/bfloat16",
     **{f"int4:{group}": f"int4:{group}/bfloat16" for group in (128, 64, 32)},
     "int4:128/fp8": "int4:128/float8_e4m3fn",

@@ -48,6 +48,15 @@ def self_checks() -> Iterator[Check]:
         torch.set_num_threads(threads)
 
 
+def names() -> list[str]:
+    """What `self_checks` gives, by name and in its order."""
+    trips, products = (
+        (f"round trip {fmt}" for fmt in FORMATS),
+        (f"product {fmt}" for fmt in FORMATS),
+    )
+    return [*trips, "conversions", *products]
+
+
 def _all_checks() -> Iterator[Check]:
     for fmt in FORMATS:
         yield _checked(f"round trip {fmt}", lambda fmt=fmt: _round_trips(fmt))  # type: ignore[misc]

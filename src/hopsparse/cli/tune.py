@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +62,13 @@ class Tune:
     ] = None
     sums: Sums = "promoted"
     grouped: Grouped = False
+    matrix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Block-sparse matrices instead, by name, of the checkpoint or file; each pattern.",
+        ),
+    ] = None
     budget_s: Annotated[
         float | None,
         typer.Option(help="Seconds for all of it but compiling; 60 a problem if left out."),
@@ -72,13 +79,19 @@ class Tune:
 def run(options: Tune) -> None:
     """Measure all tiles on this GPU and keep the ranking; exit 1 if a tile computes wrong results.
 
-    What was measured before is not measured again. After Ctrl-C the same command goes on.
+    With --matrix it is the few most promising tiles for where a matrix has its blocks. What was
+    measured before is not measured again. After Ctrl-C the same command goes on.
     """
     from ..measure.clock import gpu
     from ..tune import Store, machine_of
 
-    problems = distinct(problems_of(options))
     _check_budget(options.budget_s)
+    if options.matrix is not None:
+        from .tune_blocks import run_blocks
+
+        _end(row["tiles"] for row in run_blocks(options))
+        return
+    problems = distinct(problems_of(options))
     machine, started = machine_of(gpu().index), time.monotonic()
     found: list[Row] = []
     try:
@@ -100,7 +113,12 @@ def run(options: Tune) -> None:
         _print(found)
         told = f"{len(found)} of {len(problems)} problems in {duration_text(seconds)}"
         stdout().print(f"{told}; kept in {folder}", markup=False, soft_wrap=True)
-    if any(row["wrong"] for each in found for row in each["tiles"]):
+    _end(each["tiles"] for each in found)
+
+
+def _end(searches: Iterable[list[Row]]) -> None:
+    """Exit with 1 if a tile was wrong."""
+    if any(row["wrong"] for tiles in searches for row in tiles):
         raise typer.Exit(FAILED_EXIT)
 
 
@@ -128,7 +146,7 @@ def _tuned(
                 return
             label = f"{each.out}x{each.k} {each.dtype}, {each.tokens} tokens"
             budget = _SECONDS_A_PROBLEM if budget_s is None else max(0.0, left)
-            yield each, _ranking(each, budget, _shown(show, label))
+            yield each, _ranking(each, budget, shown(show, label))
 
 
 def _ranking(problem: Problem, budget_s: float, show: Show) -> Ranking:
@@ -145,7 +163,8 @@ def _ranking(problem: Problem, budget_s: float, show: Show) -> Ranking:
     return tune_problem(sizes, problem.dtype, budget_s=budget_s, show=show)
 
 
-def _shown(show: Any, label: str) -> Show:
+def shown(show: Any, label: str) -> Show:
+    """What tells the steps of a search, under a label."""
     from ..models.options import Progress
 
     def tell(phase: str, done: int, total: int, name: str, left: float | None) -> None:

@@ -20,7 +20,7 @@ _KERNEL_DTYPES = ("bfloat16", "float16")
 _CODES_OF = {
     ("int8", "int8"): "int8",
     ("fp8", "fp8"): "float8_e4m3fn",
-    ("fp8", "int4"): "float8_e4m3fn/int4",
+    ("fp8", "int4"): "float8_e4m3fn",
 }
 _INPUTS_OF_INT4 = {"int8": "int8", "fp8": "float8_e4m3fn"}
 # Layers of these have the dtype of their codes, whatever a model is loaded in.

@@ -1,6 +1,6 @@
 """Ways to reduce gradients, side by side over a link: step times, and bytes at the interface.
 
-`python -m hopsparse.comm.race` is one rank of one run; `race` starts them.
+`python -m hopsparse.comm.race` is one rank of some runs; `races` starts them.
 """
 
 # Annotations are values here: DDP compares those of a hook with the classes that it knows.
@@ -11,11 +11,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -95,38 +97,72 @@ def race(asked: Race) -> dict[str, Any]:
     Raises:
         UnsupportedError: Namespaces cannot be made here, or a rank failed.
     """
-    with linked(asked.ranks, asked.mbit) as places:
+    with closing(races([asked])) as found:
+        return next(found)
+
+
+def races(asked: Sequence[Race]) -> Generator[dict[str, Any]]:
+    """Runs over one link, by the same processes: to start those takes longer than a few steps do.
+
+    Args:
+        asked: Runs that differ in their method alone.
+
+    Yields:
+        What `race` returns, of each, as soon as it is there.
+
+    Raises:
+        UnsupportedError: Namespaces cannot be made here, or a rank failed.
+    """
+    with linked(asked[0].ranks, asked[0].mbit) as places, ExitStack() as open_files:
         started: list[subprocess.Popen[str]] = []
         try:
+            errors = [open_files.enter_context(TemporaryFile("w+")) for _ in places]
             for rank, place in enumerate(places):
-                started.append(_start(asked, rank, place, places[0].address))
-            told = [process.communicate() for process in started]
+                started.append(_start(asked, rank, place, places[0].address, errors[rank]))
+            of_first = started[0].stdout
+            assert of_first is not None
+            for each in asked:
+                line = of_first.readline()
+                if not line:
+                    _refuse_failed(each, started, errors)
+                yield json.loads(line)
+            _refuse_failed(asked[-1], started, errors)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        for rank, process in enumerate(started):
-            if process.returncode:
-                last = (told[rank][1].strip() or "nothing").splitlines()[-1]
-                raise UnsupportedError(
-                    f"{asked.method} at {asked.mbit} Mbit/s: rank {rank} ended with "
-                    f"{process.returncode} and said: {last}",
-                    need="ranks that run to their end",
-                    hint="the same with --steps 1, and memory for every rank",
-                )
-    found: dict[str, Any] = json.loads(told[0][0].splitlines()[-1])
-    return found
+                if process.stdout is not None:
+                    process.stdout.close()
 
 
-def _start(asked: Race, rank: int, place: Place, first: str) -> subprocess.Popen[str]:
-    given = {**asdict(asked), "rank": rank, "interface": place.interface, "address": first}
+def _refuse_failed(
+    asked: Race, started: Sequence[subprocess.Popen[str]], errors: Sequence[IO[str]]
+) -> None:
+    """Wait for the end of all ranks, and say what the first said that failed."""
+    for rank, process in enumerate(started):
+        if process.wait():
+            errors[rank].seek(0)
+            last = (errors[rank].read().strip() or "nothing").splitlines()[-1]
+            raise UnsupportedError(
+                f"{asked.method} at {asked.mbit} Mbit/s: rank {rank} ended with "
+                f"{process.returncode} and said: {last}",
+                need="ranks that run to their end",
+                hint="the same with --steps 1, and memory for every rank",
+            )
+
+
+def _start(
+    asked: Sequence[Race], rank: int, place: Place, first: str, errors: IO[str]
+) -> subprocess.Popen[str]:
+    given = {"asked": [asdict(each) for each in asked], "rank": rank}
+    given |= {"interface": place.interface, "address": first}
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1"}
     source = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([source, *sys.path])
     return subprocess.Popen(
         place.command(sys.executable, "-m", __name__, json.dumps(given)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+        stderr=errors,  # a file: nobody reads a pipe while ranks run
         text=True,
         env=environment,
         start_new_session=True,  # Ctrl-C is for who started them, and ends them
@@ -177,7 +213,7 @@ class Layers(nn.Module):
         return torch.stack([(weight * weight).sum() * scale for weight in self.weights]).sum()
 
 
-def _hook(ddp: DistributedDataParallel, method: str) -> PlannedState | None:
+def reduce_by(ddp: DistributedDataParallel, method: str) -> PlannedState | None:
     """Let a method reduce the gradients."""
     if method in HYBRID:
         register(ddp, HybridState(**HYBRID[method]))
@@ -198,18 +234,27 @@ def _sent(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-def run_rank(asked: Race, rank: int, interface: str, address: str) -> None:
-    """One rank; rank 0 prints what it measured as JSON."""
+def run_ranks(asked: Sequence[Race], rank: int, interface: str, address: str) -> None:
+    """One rank of runs that follow one another; rank 0 prints each as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{address}:{_PORT}",
         rank=rank,
-        world_size=asked.ranks,
+        world_size=asked[0].ranks,
         timeout=timedelta(seconds=300),
     )
+    for each in asked:
+        row = _run(each, rank, interface)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    leave()
+
+
+def _run(asked: Race, rank: int, interface: str) -> dict[str, Any]:
+    """What this rank measured of one run."""
     ddp = DistributedDataParallel(Layers(MODELS[asked.model], asked.model == "mlp"))
-    planned = _hook(ddp, asked.method)
+    planned = reduce_by(ddp, asked.method)
     generator = torch.Generator().manual_seed(rank)
     times, sent = [], []
     for step in range(_WARM + asked.steps):
@@ -224,21 +269,19 @@ def run_rank(asked: Race, rank: int, interface: str, address: str) -> None:
         if step >= _WARM:
             times.append(1e3 * spent)
             sent.append(_sent(interface) - before)
-    if rank == 0:
-        row: dict[str, Any] = {
-            "parameters": sum(each.numel() for each in ddp.parameters()),
-            "step_ms": statistics.median(times),
-            "step_ms_least": min(times),
-            "step_ms_most": max(times),
-            "interface_bytes_a_step": sum(sent) / len(sent),
-        }
-        if planned is not None:
-            row["plan"] = planned.describe().splitlines()
-        print(json.dumps(row), flush=True)
-    leave()
+    row: dict[str, Any] = {
+        "parameters": sum(each.numel() for each in ddp.parameters()),
+        "step_ms": statistics.median(times),
+        "step_ms_least": min(times),
+        "step_ms_most": max(times),
+        "interface_bytes_a_step": sum(sent) / len(sent),
+    }
+    if planned is not None:
+        row["plan"] = planned.describe().splitlines()
+    return row
 
 
 if __name__ == "__main__":
     _given = json.loads(sys.argv[1])
-    _of_rank = [_given.pop(name) for name in ("rank", "interface", "address")]
-    run_rank(Race(**_given), *_of_rank)
+    _races = [Race(**each) for each in _given["asked"]]
+    run_ranks(_races, _given["rank"], _given["interface"], _given["address"])

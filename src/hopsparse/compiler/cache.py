@@ -26,6 +26,7 @@ from ..errors import CompileError
 from ..plan.spec import KernelSpec
 from ..settings import Settings
 from .cubin import Cubin
+from .delays import delayed
 from .nvrtc import OPTIONS, Nvrtc, compile_unit, default_nvrtc
 from .source import translation_unit
 
@@ -73,6 +74,8 @@ class KernelCache:
         folder: Where entries are kept; made when the first is stored.
         nvrtc: The compiler; that of this process if None.
         root: Folder that `KernelSpec.kernel` is relative to; the package if None.
+        delays: Seed of the pauses that kernels are compiled with (`compiler/delays.py`); None: no
+            pauses.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -87,9 +90,15 @@ class KernelCache:
     """
 
     def __init__(
-        self, folder: Path, *, nvrtc: Nvrtc | None = None, root: Traversable | None = None
+        self,
+        folder: Path,
+        *,
+        nvrtc: Nvrtc | None = None,
+        root: Traversable | None = None,
+        delays: int | None = None,
     ) -> None:
         self.folder = folder
+        self.delays = delays
         self._chosen = nvrtc
         self._root = root
         self._loaded: dict[KernelSpec, Cubin] = {}
@@ -98,7 +107,8 @@ class KernelCache:
     @classmethod
     def default(cls) -> KernelCache:
         """The cache that the settings name, one for the whole process."""
-        return _shared(Settings.from_environment().cache_dir / "kernels")
+        settings = Settings.from_environment()
+        return _shared(settings.cache_dir / "kernels", settings.delays)
 
     def get(self, spec: KernelSpec) -> Cubin:
         """The compiled kernel, from memory, from the folder, or compiled now and stored.
@@ -146,7 +156,7 @@ class KernelCache:
             CompileError: A file of its text is not there.
             UnsupportedError: There is no NVRTC.
         """
-        unit = translation_unit(spec, self._root)
+        unit = self._unit(spec)
         return cache_key(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc.version)
 
     def entries(self) -> list[Path]:
@@ -189,7 +199,7 @@ class KernelCache:
         """The kernel, and whether it was there."""
         if (known := self._loaded.get(spec)) is not None:
             return known, True
-        unit = translation_unit(spec, self._root)
+        unit = self._unit(spec)
         key = cache_key(unit, spec.entry, spec.arch, OPTIONS, self._nvrtc.version)
         cubin = self._read(key)
         was_cached = cubin is not None
@@ -200,6 +210,10 @@ class KernelCache:
         _check(spec, cubin)
         self._loaded[spec] = cubin
         return cubin, was_cached
+
+    def _unit(self, spec: KernelSpec) -> str:
+        unit = translation_unit(spec, self._root)
+        return unit if self.delays is None else delayed(unit, self.delays)
 
     def _compile(self, spec: KernelSpec, unit: str) -> Cubin:
         try:
@@ -215,8 +229,8 @@ class KernelCache:
 
 
 @cache
-def _shared(folder: Path) -> KernelCache:
-    return KernelCache(folder)
+def _shared(folder: Path, delays: int | None) -> KernelCache:
+    return KernelCache(folder, delays=delays)
 
 
 def usable_cores() -> int:

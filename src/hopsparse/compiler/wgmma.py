@@ -40,8 +40,9 @@ def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = Fals
         kind: `bf16`, `f16`, `e4m3` or `s8`, of both operands; `e4m3.e5m2`, of a and of b.
         n: Columns, 8 to 256.
         panels: Sets of sums.
-        registers: Whether a is given as four registers of this thread for each instruction, in
-            place of a descriptor.
+        registers: Whether a is four registers of this thread. Then `multiply<2 * Panel + step>(a,
+            b, e)` is one of the two instructions, so that what the second one reads can be made
+            while the first is in flight.
 
     Raises:
         ArgumentError: There is no such instruction.
@@ -60,13 +61,18 @@ def sparse_product(kind: str, n: int, panels: int = 1, *, registers: bool = Fals
         )
     _, _, sums, _ = _KINDS[kind]
     number, words = _C[sums][0], words_of(kind)
+    if registers:
+        head = "multiply(const u32 (&a)[4], u64 b, u32 e)"
+        each = [(panel, step) for panel in range(panels) for step in range(_STEPS)]
+        texts = [_multiply_registers(kind, n, panel, step) for panel, step in each]
+    else:
+        head = (
+            f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])"
+        )
+        texts = [_multiply(kind, n, panel) for panel in range(panels)]
     bodies = [
         ("zero()", [zero_sums(kind, n, panel) for panel in range(panels)]),
-        (
-            f"multiply(const {f'u32 (&a)[{4 * _STEPS}]' if registers else f'u64 (&a)[{_STEPS}]'}, "
-            f"const u64 (&b)[{_STEPS}], const u32 (&e)[{words}])",
-            [_multiply(kind, n, panel, registers) for panel in range(panels)],
-        ),
+        (head, texts),
         (f"read({number} (&d)[{n // 2}])", [read_sums(kind, n, panel) for panel in range(panels)]),
     ]
     return f"""
@@ -108,28 +114,39 @@ def zero_sums(kind: str, n: int, panel: int) -> str:
     return f'      asm volatile(\n{quoted(moves, " ")} ::: "memory");\n'
 
 
-def _multiply(kind: str, n: int, panel: int, registers: bool) -> str:
-    k, types, _, tail = _KINDS[kind]
-    words, of_a = words_of(kind), 4 if registers else 1
-    tail = tail[:-3] if registers and tail.endswith(", 0, 0") else tail  # a is not transposed
-    first_b = of_a * _STEPS
-    a = [
-        ", ".join(f"%{i}" for i in range(of_a * step, of_a * (step + 1))) for step in range(_STEPS)
-    ]
-    if registers:
-        a = [f"{{{each}}}" for each in a]
-    # The selector says which lanes' words an instruction reads: in 16 bits, 0 for lanes 0 and 1 of
-    # every four, 1 for the others. In 8 bits it reads all of them.
+def _multiply(kind: str, n: int, panel: int) -> str:
+    words = words_of(kind)
+    first_e = 2 * _STEPS
     instructions = "\n".join(
-        f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
-{quoted(names_of(n, panel), ", ")}
-          "}}, {a[step]}, %{first_b + step}, "
-          "%{first_b + _STEPS + step % words}, {step if words == 1 else 0}, add{tail};\\n"'''
+        _instruction(kind, n, panel, step, f"%{step}", _STEPS + step, first_e + step % words)
         for step in range(_STEPS)
     )
-    operands = [f'"{"r" if registers else "l"}"(a[{i}])' for i in range(of_a * _STEPS)]
+    operands = [f'"l"(a[{step}])' for step in range(_STEPS)]
     operands += [f'"l"(b[{step}])' for step in range(_STEPS)]
     operands += [f'"r"(e[{word}])' for word in range(words)]
+    return _adding(instructions, operands)
+
+
+def _multiply_registers(kind: str, n: int, panel: int, step: int) -> str:
+    operands = [*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)', '"r"(e)']
+    return _adding(_instruction(kind, n, panel, step, "{%0, %1, %2, %3}", 4, 5), operands)
+
+
+def _instruction(kind: str, n: int, panel: int, step: int, a: str, b: int, e: int) -> str:
+    k, types, _, tail = _KINDS[kind]
+    if a.startswith("{") and tail.endswith(", 0, 0"):
+        tail = tail[:-3]  # a in registers is not transposed
+    # The selector says which lanes' words an instruction reads: in 16 bits, 0 for lanes 0 and 1 of
+    # every four, 1 for the others. In 8 bits it reads all of them.
+    selector = step if words_of(kind) == 1 else 0
+    return f'''          "wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{types} {{"
+{quoted(names_of(n, panel), ", ")}
+          "}}, {a}, %{b}, "
+          "%{e}, {selector}, add{tail};\\n"'''
+
+
+def _adding(instructions: str, operands: list[str]) -> str:
+    """A statement of instructions that add to the sums there are."""
     return f"""      asm volatile(
           "{{.reg .pred add;\\n"
           "setp.ne.b32 add, 1, 0;\\n"

@@ -35,6 +35,10 @@ from .scheme import Form as Form
 from .scheme import Scheme as Scheme
 from .scheme import parse_form as parse_form
 from .scheme import parse_scheme as parse_scheme
+from .shards import bounds_of as bounds_of
+from .shards import columns_of as columns_of
+from .shards import rows_of as rows_of
+from .shards import whole_columns as whole_columns
 from .store import FORMAT_VERSION as FORMAT_VERSION
 from .store import METADATA_KEY as METADATA_KEY
 from .store import read_facts as read_facts

@@ -38,6 +38,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuOccupancyMaxActiveClusters": (_PTR, _PTR, _PTR),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (_PTR, _PTR, _INT, _SIZE),
     "cuTensorMapEncodeTiled": (_PTR, _INT, _UINT, *[_PTR] * 5, *[_INT] * 4),
+    "cuTensorMapEncodeIm2col": (
+        *(_PTR, _INT, _UINT, *[_PTR] * 3),
+        *(_PTR, _PTR, _UINT, _UINT, _PTR, *[_INT] * 4),
+    ),
 }
 
 _OTHER_GPU = "compile for this GPU, or install a driver as new as the compiler"

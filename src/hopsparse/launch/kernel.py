@@ -108,13 +108,17 @@ class Bound:
 
     It owns the memory that the driver reads and never writes it again, so that threads may share
     it without a lock.
+
+    Attributes:
+        name: Operator and name of the kernel.
     """
 
-    __slots__ = ("_args", "_context", "_launch")
+    __slots__ = ("_args", "_context", "_launch", "name")
 
     def __init__(
         self, kernel: Kernel, grid: tuple[int, int, int], args: bytes, stream: int, pdl: bool
     ) -> None:
+        self.name = f"{kernel.spec.op}/{kernel.spec.name}"
         config = launch_config(kernel.spec)
         config.grid_x, config.grid_y, config.grid_z = grid
         config.stream = stream

@@ -15,8 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops import COMPUTE_DTYPES, PagedKV, attend_decode, attend_prefill, contiguous_pages
-from .attention_choice import choose, choose_tiles, key_blocks
+from .attention_choice import choose, choose_tiles
 from .attention_config import IMPLEMENTATION, AttentionConfig
+from .key_blocks_cache import blocks_of
 
 # What changes scores or what is seen in a way that block scores know nothing of.
 _FOREIGN = ("sliding_window", "softcap", "position_bias", "s_aux", "output_attentions")
@@ -105,9 +106,8 @@ def _decode(
 ) -> Tensor:
     """[batch, 1, heads, dim]."""
     q = query[:, :, 0]
-    # Keys are looked through at every step: transformers gives a function of attention no place
-    # to keep what it knows of them.
-    blocks = key_blocks(key, config.page)
+    # A KeyBlocksCache keeps them from step to step; of any other cache keys are looked through.
+    blocks = blocks_of(key, config.page)
     indices, counts = choose(config, q, blocks, _lengths(key), scale)
     cache = _pages(config, key, value)
     out, _ = attend_decode(q, cache, indices, counts, block=config.page, scale=scale)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..ops import (
+    BlockBudget,
     KeyBlocks,
     append_keys,
     block_masses,
-    score_blocks,
     score_tiles,
     select,
+    select_blocks,
     select_certified,
 )
 from .attention_config import AttentionConfig
@@ -43,19 +44,16 @@ def choose(
         indices [batch, kv_heads, most] and counts [batch, kv_heads], as `select` returns them.
     """
     forced = {"sink": config.sink, "recent": config.recent}
-    kv_heads = blocks.low.shape[1]
     if config.mode == "certified":
         masses = block_masses(q, blocks, lengths, scale=scale)
         most = config.blocks
         indices, counts, _ = select_certified(
-            masses, config.epsilon, kv_heads=kv_heads, most=most, **forced
+            masses, config.epsilon, kv_heads=blocks.low.shape[1], most=most, **forced
         )
         return indices, counts
-    scores = score_blocks(q, blocks, lengths, kind=config.score, scale=scale)
-    there = (lengths + (config.page - 1)) // config.page
-    every = there[:, None].expand(-1, kv_heads).contiguous()
     top_p = config.top_p if config.mode == "top-p" else None
-    return select(scores, config.blocks, lengths=every, top_p=top_p, **forced)
+    budget = BlockBudget(config.blocks, top_p=top_p, **forced)
+    return select_blocks(q, blocks, lengths, budget, kind=config.score, scale=scale)
 
 
 def choose_tiles(

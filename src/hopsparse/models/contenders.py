@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import NMPattern
+from ..formats import NMPattern, Quantized, Scheme
 from ..nn import SparseLinear
 from ..ops import pack_nm
 from ..prune import magnitude
-from ..quant import quantize_matrix
+from ..quant.grid import code_dtype, expand_scales, scale_dtype, to_codes, weight_scales
 from .fused import fuse_blocks
 from .rules import family_blocks, family_of
 
@@ -66,13 +66,15 @@ class ModelWay:
         name: Shown to people.
         prepare: Changes the projections of a dense model in place.
         compiled: By torch.compile.
-        captured: The decode step replays a CUDA graph.
+        captured: Prefill and the decode step replay CUDA graphs.
+        attention: Steps of decoding attend by `attend_decode`, and not by torch.
     """
 
     name: str
     prepare: Callable[[nn.Module], None]
     compiled: bool = False
     captured: bool = False
+    attention: bool = False
 
 
 class DenseFp8(nn.Module):
@@ -163,10 +165,16 @@ def ours_16(model: nn.Module) -> None:
 
 def ours_in(scheme: str) -> Callable[[nn.Module], None]:
     """2:4 layers of codes, fused."""
+    known = Scheme(scheme, activations=scheme)
 
     def made(linear: nn.Linear) -> nn.Module:
         pruned = magnitude(linear.weight.detach(), NMPattern(2, 4))
-        return SparseLinear(quantize_matrix(pruned, f"2:4+{scheme}"), linear.bias)
+        scales = weight_scales(pruned, known).to(scale_dtype(known))
+        spread = expand_scales(scales, pruned.shape[1], known)
+        codes = to_codes(pruned, spread, known.weights).to(code_dtype(known))
+        # As quantize_matrix does, but packed by a kernel: a model has hundreds of layers.
+        matrix = Quantized.of(pack_nm(codes), scales, known, pruned.dtype)
+        return SparseLinear(matrix, linear.bias)
 
     def prepare(model: nn.Module) -> None:
         replace_projections(model, made)
@@ -175,15 +183,21 @@ def ours_in(scheme: str) -> Callable[[nn.Module], None]:
     return prepare
 
 
+_QUICK: dict[str, bool] = {"compiled": True, "captured": True}
+_OURS: dict[str, bool] = {"captured": True, "attention": True}
+
+# Dense ones also with our attention: what 2:4 gains is beside those.
 WAYS = (
     ModelWay("dense, eager", leave),
-    ModelWay("dense, compiled", leave, compiled=True, captured=True),
-    ModelWay("dense fp8, compiled", dense_fp8, compiled=True, captured=True),
+    ModelWay("dense, compiled", leave, **_QUICK),
+    ModelWay("dense, compiled, our attention", leave, **_QUICK, attention=True),
+    ModelWay("dense fp8, compiled", dense_fp8, **_QUICK),
+    ModelWay("dense fp8, compiled, our attention", dense_fp8, **_QUICK, attention=True),
     ModelWay("torch 2:4, eager", torch_two_four),
-    ModelWay("2:4", ours_16, captured=True),
-    ModelWay("2:4, compiled", ours_16, compiled=True, captured=True),
-    ModelWay("2:4+fp8", ours_in("fp8"), captured=True),
-    ModelWay("2:4+fp8, compiled", ours_in("fp8"), compiled=True, captured=True),
+    ModelWay("2:4", ours_16, **_OURS),
+    ModelWay("2:4, compiled", ours_16, **_OURS, compiled=True),
+    ModelWay("2:4+fp8", ours_in("fp8"), **_OURS),
+    ModelWay("2:4+fp8, compiled", ours_in("fp8"), **_OURS, compiled=True),
 )
 
 
@@ -204,13 +218,17 @@ def ways_named(names: str | None) -> tuple[ModelWay, ...]:
     for name in asked:
         if name not in known:
             raise ArgumentError(
-                f"the way {name!r}", need="; ".join(known), hint=f'"{WAYS[1].name}; {WAYS[4].name}"'
+                f"the way {name!r}", need="; ".join(known), hint='"dense, compiled; 2:4"'
             )
     return tuple(known[name] for name in asked)
 
 
 def random_model(
-    config: str | dict[str, Any], *, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    config: str | dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
 ) -> nn.Module:
     """A model of true shapes with random weights, dense, in evaluation mode.
 
@@ -218,6 +236,7 @@ def random_model(
         config: One of `CONFIGS`, or what a config.json holds.
         device: Where it is made.
         dtype: Of its weights.
+        layers: So many blocks instead; None: as many as the model has.
 
     Raises:
         ArgumentError: No such config.
@@ -241,6 +260,8 @@ def random_model(
             hint="pip install hopsparse[models]",
         ) from error
     facts = dict(CONFIGS[config] if isinstance(config, str) else config)
+    if layers is not None:
+        facts["num_hidden_layers"] = layers
     made = AutoConfig.for_model(facts.pop("model_type"), **facts)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)

@@ -1,8 +1,9 @@
 """Blocks of a language model with fewer launches: layers that share their inputs are one product.
 
 q, k and v become one product, gate and up another with SwiGLU in its kernel, and the norm ahead of
-layers that round their inputs goes into that rounding. The code of the model stays as it is: its
-modules are replaced by ones that answer in the same way.
+layers that round their inputs goes into that rounding. Attention reads a cache of a fixed size
+where it lies. The code of the model stays as it is: its modules are replaced by ones that answer in
+the same way.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..formats import Quantized
 from ..nn import SparseLinear, after_norm, has_hooks, rms_eps, uses_of
+from ._family import Family
 from .joined import join, part, why_apart
 from .rules import family_blocks, family_of
+from .stream import PlusResidual, add_in_kernels, why_apart_from_stream
 
 _SILU = ("SiLU", "SiLUActivation")  # of torch, and of transformers
 _MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
@@ -33,10 +35,14 @@ class FusedBlocks:
     Attributes:
         fused: Full names of the layers that are parts of another now.
         left: Why others were left alone, by full names of the layers, joined by "+".
+        adding: Full names of the layers that add to the residual stream in their kernels.
+        not_adding: Why the last layers of other blocks do not, by their full names.
     """
 
     fused: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    adding: list[str] = field(default_factory=list)
+    not_adding: dict[str, str] = field(default_factory=dict)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -44,6 +50,7 @@ class FusedBlocks:
         for step in reversed(self._undo):
             step()
         self._undo, self.fused, self.left = [], [], {}
+        self.adding, self.not_adding = [], {}
 
 
 def fuse_blocks(model: nn.Module) -> FusedBlocks:
@@ -68,7 +75,7 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
             need="a model in evaluation mode, with its weights",
             hint="model.eval(), after the checkpoint is loaded",
         )
-    if any(isinstance(module, SharedInput | GatedMLP) for module in model.modules()):
+    if is_fused(model):
         raise ArgumentError(
             "a model that is fused already",
             need="one that is not",
@@ -83,6 +90,7 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
             hint="AutoModelForCausalLM.from_pretrained(...)",
         ) from None
     done, uses = FusedBlocks(), uses_of(model)
+    done._undo.append(_attend_to_a_cache(model))
     try:
         for path in paths:
             for norm, names in family.scales:
@@ -98,10 +106,40 @@ def fuse_blocks(model: nn.Module) -> FusedBlocks:
                     continue
                 done._undo.append(group.fuse() if taker is None else group.fuse_gated(taker))
                 done.fused += group.full
+            _add_to_stream(done, path, model.get_submodule(path), family, uses)
     except BaseException:
         done.undo()
         raise
     return done
+
+
+def _attend_to_a_cache(model: nn.Module) -> Callable[[], None]:
+    """Kernels of ours over a cache of a fixed size; returns the way back."""
+    from .cached_attention import install  # It needs transformers, which made this model.
+
+    return install(model)
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether layers of a model are parts of another, or add to its stream."""
+    known = (SharedInput, GatedMLP, PlusResidual)
+    return any(isinstance(module, known) for module in model.modules())
+
+
+def _add_to_stream(
+    done: FusedBlocks, path: str, block: nn.Module, family: Family, uses: dict[int, int]
+) -> None:
+    """Let the last layers of a block add to its residual stream."""
+    names = []
+    for name, _ in family.residual:
+        why = why_apart_from_stream(block, name, uses)
+        if why is None:
+            names.append(name)
+        else:
+            done.not_adding[f"{path}.{name}"] = why
+    if names:
+        done._undo.append(add_in_kernels(block, names))
+        done.adding += [f"{path}.{name}" for name in names]
 
 
 class _UnderWay(NamedTuple):
@@ -274,13 +312,18 @@ class _Group:
         """One product for all; returns the way back."""
         layers = self._layers()
         linear, sizes = join(layers), [layer.out_features for layer in layers]
-        biases, ahead = [layer.bias for layer in layers], self._norm_for(linear)
+        biases, ahead = [layer.bias for layer in layers], self._norm_ahead()
         shared = SharedInput(linear, sizes, ahead).eval()
         for which, name in enumerate(self.names):
             _replace(self.block, name, RowsOf(shared, which).eval())
         self._put_norm(ahead, nn.Identity())
+        from .self_attention import append_in_kernels  # It needs transformers too.
+
+        home = self.names[0].rpartition(".")[0]
+        apart = append_in_kernels(self.block.get_submodule(home), shared)
 
         def undo() -> None:
+            apart()
             for name, layer in zip(self.names, part(linear, sizes, biases), strict=True):
                 _replace(self.block, name, layer.train(self.block.training))
             self._put_norm(ahead, ahead)
@@ -291,7 +334,7 @@ class _Group:
         """One product for gate and up, and what is around them; returns the way back."""
         layers, (home, _, last) = self._layers(), taker.rpartition(".")
         gate_up, sizes = join(layers, gate_up=True), [layer.out_features for layer in layers]
-        biases, ahead = [layer.bias for layer in layers], self._norm_for(gate_up)
+        biases, ahead = [layer.bias for layer in layers], self._norm_ahead()
         mlp, down = self.block.get_submodule(home), self.block.get_submodule(taker)
         gated = GatedMLP(gate_up, down, ahead).eval()
         _replace(self.block, home, gated)
@@ -316,11 +359,10 @@ class _Group:
     def _layers(self) -> list[SparseLinear]:
         return [cast(SparseLinear, self.block.get_submodule(name)) for name in self.names]
 
-    def _norm_for(self, layer: SparseLinear) -> nn.Module | None:
-        """The norm ahead, if the rounding of that layer's inputs can take it over."""
-        norm, form = self.block.get_submodule(self.norm), layer._form
-        rounds = isinstance(form, Quantized) and form.scheme.activations != "none"
-        return norm if rounds and rms_eps(norm) is not None and not has_hooks(norm) else None
+    def _norm_ahead(self) -> nn.Module | None:
+        """The norm ahead, if it is of a kind that can go before that layer in a launch or two."""
+        norm = self.block.get_submodule(self.norm)
+        return norm if rms_eps(norm) is not None and not has_hooks(norm) else None
 
     def _put_norm(self, ahead: nn.Module | None, module: nn.Module | None) -> None:
         if ahead is not None and module is not None:

@@ -82,6 +82,8 @@ class Generator:
     def __post_init__(self) -> None:
         from transformers import StaticCache
 
+        from .cached_attention import room_for
+
         model: Any = self.opened.model
         context = getattr(model.config, "max_position_embeddings", None)
         if self.max_tokens < 2 or (isinstance(context, int) and self.max_tokens > context):
@@ -91,7 +93,8 @@ class Generator:
                 hint="fewer new tokens, or a shorter prompt",
             )
         self._model, self._device = model, next(model.parameters()).device
-        self._cache = StaticCache(config=model.config, max_cache_len=self.max_tokens)
+        room = room_for(self.max_tokens)
+        self._cache = StaticCache(config=model.config, max_cache_len=room)
         self._cache_name, self._turn = cache_argument(model), 0
         self._step: Captured | Callable[[Tensor], Tensor] | None = None
         if self.fuse:

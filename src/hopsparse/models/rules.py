@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, UnsupportedError
 from ..formats import BlockPattern, Form, NMPattern, Unstructured
-from ..nn import Pointwise, has_hooks
+from ..nn import Convolution, Pointwise, has_hooks
 from ..prune import Recipe
 from . import llama, qwen
 from ._family import Family
@@ -81,7 +81,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
         blocks = alike and not isinstance(module[0], nn.Linear) and _holds(nn.Linear, module)
         if blocks and len(module) > len(best):
             best = tuple(f"{name}.{index}" for index in range(len(module)))
-    pixels = any(_holds(Pointwise, model.get_submodule(path)) for path in best)
+    pixels = any(
+        _holds(kind, model.get_submodule(path))
+        for path in best
+        for kind in (Pointwise, Convolution)
+    )
     return ("",) if pixels else best
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, UnsupportedError
 from ..nn import SparseLinear
 from .checkpoint import SINGLE_NAME, CheckpointWriter, ModuleEntry, SparseConfig
-from .fused import GatedMLP, SharedInput
+from .fused import is_fused
 
 
 def save(model: nn.Module, out: Path | str, *, overwrite: bool = False) -> None:
@@ -69,7 +69,7 @@ def sparse_modules(model: nn.Module) -> dict[str, ModuleEntry]:
     """
     from ..recover import LowRank  # training is not loaded with every checkpoint
 
-    if any(isinstance(module, (SharedInput, GatedMLP)) for module in model.modules()):
+    if is_fused(model):
         raise UnsupportedError(
             "a model whose blocks are fused",
             need="layers of their own",

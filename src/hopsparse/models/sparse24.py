@@ -16,15 +16,32 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FormatError, UnsupportedError
-from ..formats import NM, Bitmask, Quantized, nonzero_mask, pack_bits
+from ..formats import (
+    NM,
+    Bitmask,
+    Quantized,
+    Scheme,
+    SparseMatrix,
+    nonzero_mask,
+    pack_bits,
+)
 from ..ops import COMPUTE_DTYPES
 from ._entries import quantization_of
 from ._layers import check_stored, require_sparse, stored_specs
 from .checkpoint import CheckpointReader, CheckpointWriter, ModuleEntry, SparseConfig
 from .low_rank import refuse_low_rank
+from .sparse24_codes import (
+    BESIDE,
+    FORMATS_OF_CODES,
+    check_codes,
+    ignored_modules,
+    pack_codes,
+    scheme_of,
+    with_scales,
+)
 
 _METHOD, _FORMAT, _PATTERN = "compressed-tensors", "sparse-24-bitmask", "2:4"
-_PARTS = ("shape", "compressed", "bitmask")
+PARTS = ("shape", "compressed", "bitmask")
 _VERSION = "0.14.0"
 _MASK = ".bitmask"
 # Two-dimensional weights that are no nn.Linear.
@@ -51,7 +68,8 @@ def import_sparse24(
     """Read a compressed-tensors checkpoint of a 2:4 model and write ours, bit for bit.
 
     Both storage forms are read: `sparse-24-bitmask`, and `dense`, where each weight that obeys
-    2:4 is packed and the others are kept dense, with the reason under `kept_dense`.
+    2:4 is packed and the others are kept dense, with the reason under `kept_dense`. Codes of int8
+    and E4M3 keep their bits and scales; those that are not 2:4 are stored as codes too.
 
     Args:
         folder: HF folder whose config carries a `sparsity_config`.
@@ -63,7 +81,8 @@ def import_sparse24(
 
     Raises:
         CheckpointError: The folder is missing or damaged, or carries no `sparsity_config`.
-        UnsupportedError: The weights are also quantised, in another format, or none obeys 2:4.
+        UnsupportedError: The weights are quantised in a way that no scheme describes, in another
+            format, or none obeys 2:4.
 
     Example:
         >>> import_sparse24("no/such/folder", "out")
@@ -71,11 +90,11 @@ def import_sparse24(
         hopsparse.errors.CheckpointError: no/such/folder is no folder. Required: a checkpoint ...
     """
     with CheckpointReader(folder) as reader:
-        sparsity = _sparsity_config(reader)
+        sparsity, scheme = _sparsity_config(reader)
         sparse = SparseConfig(_PATTERN, "imported", {}, {})
         with CheckpointWriter(out, overwrite=overwrite, resumable=False) as writer:
             for shard in reader.shards():
-                tensors = _import_tensors(reader, reader.names_in(shard), sparsity, sparse)
+                tensors = _import_tensors(reader, shard, (sparsity, scheme), sparse)
                 if tensors:
                     writer.write_shard(shard, tensors)
             if not sparse.modules:
@@ -168,24 +187,39 @@ def compress(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _import_tensors(
-    reader: CheckpointReader, names: list[str], sparsity: Mapping[str, Any], sparse: SparseConfig
+    reader: CheckpointReader,
+    shard: str,
+    form: tuple[Mapping[str, Any], Scheme | None],
+    sparse: SparseConfig,
 ) -> dict[str, Tensor]:
     """The tensors of one shard in our form; what was found out is entered in `sparse`."""
-    stored = set(reader.names())
-    ignored = _ignored(sparsity)
+    stored, (sparsity, scheme) = set(reader.names()), form
+    ignored = ignored_modules(sparsity)
     tensors: dict[str, Tensor] = {}
-    for name in names:
+    for name in reader.names_in(shard):
         module, _, part = name.rpartition(".")
         own = [key for key in ("compressed", "bitmask") if f"{module}.{key}" in stored]
-        if part in _PARTS and own:
+        has_scales = scheme is not None and f"{module}.weight_scale" in stored
+        found: SparseMatrix | str = ""
+        if part in PARTS and own:
             # Parts may lie in different shards: one speaks for all three.
-            found: NM | str = (
-                NM.from_dense(read_packed(reader, module).to_dense()) if part == own[0] else ""
-            )
+            if part == own[0]:
+                codes = scheme if has_scales else None
+                found = NM.from_dense(read_packed(reader, module, codes).to_dense())
+        elif has_scales and part in BESIDE:
+            continue
         else:
             tensors[name] = reader.load(name)
-            found = _pack_dense(name, tensors[name], sparsity["format"], ignored)
-        if isinstance(found, NM):
+            if has_scales and part == "weight":
+                assert scheme is not None
+                check_codes(module, tensors[name].dtype, scheme)
+                found = pack_codes(tensors[name])
+            else:
+                found = _pack_dense(name, tensors[name], sparsity["format"], ignored)
+        if isinstance(found, SparseMatrix):
+            if has_scales:
+                assert scheme is not None
+                found = with_scales(reader, module, found, scheme)
             tensors.pop(name, None)
             tensors |= {f"{module}.{key}": tensor for key, tensor in found.parts().items()}
             sparse.modules[module] = ModuleEntry.of(found)
@@ -225,15 +259,23 @@ def packed_modules(reader: CheckpointReader) -> list[str]:
     return [name.removesuffix(_MASK) for name in reader.names() if name.endswith(_MASK)]
 
 
-def read_packed(reader: CheckpointReader, module: str) -> Bitmask:
+def read_packed(reader: CheckpointReader, module: str, scheme: Scheme | None = None) -> Bitmask:
     """Read one weight of `sparse-24-bitmask` and check it: sizes, dtypes, two bits a group.
 
+    Args:
+        reader: The checkpoint.
+        module: Whose weight it is.
+        scheme: What its values are codes of; None: they are no codes.
+
     Raises:
-        CheckpointError: A part is missing or damaged.
-        UnsupportedError: Its values are 8-bit.
+        CheckpointError: A part is missing or damaged, or values are no codes of the scheme.
+        UnsupportedError: Its values are 8-bit, without a scheme.
     """
-    shape, values, mask = (reader.load(f"{module}.{part}") for part in _PARTS)
-    _check_dtype(module, values.dtype)
+    shape, values, mask = (reader.load(f"{module}.{part}") for part in PARTS)
+    if scheme is None:
+        _check_dtype(module, values.dtype)
+    else:
+        check_codes(module, values.dtype, scheme)
     size = shape.flatten().tolist()
     try:
         rows, cols = size
@@ -287,28 +329,8 @@ def _pack_dense(name: str, tensor: Tensor, form: str, ignored: list[re.Pattern[s
         return error.got
 
 
-def _ignored(sparsity: Mapping[str, Any]) -> list[re.Pattern[str]]:
-    """The entries of `ignore` as expressions that match from the start; `re:` marks one."""
-    entries = sparsity.get("ignore") or []
-    try:
-        if isinstance(entries, str):
-            raise TypeError("one text")
-        return [
-            re.compile(entry.removeprefix("re:"))
-            if entry.startswith("re:")
-            else re.compile(re.escape(entry) + r"\Z")
-            for entry in entries
-        ]
-    except (AttributeError, TypeError, re.error) as error:
-        raise CheckpointError(
-            f"ignore of the sparsity_config is {entries!r:.60} ({error})",
-            need='a list of module names and "re:" expressions',
-            hint="restore config.json from the original checkpoint",
-        ) from error
-
-
-def _sparsity_config(reader: CheckpointReader) -> Mapping[str, Any]:
-    """The `sparsity_config` of a checkpoint, after refusing everything that is not plain 2:4."""
+def _sparsity_config(reader: CheckpointReader) -> tuple[Mapping[str, Any], Scheme | None]:
+    """The `sparsity_config` of a checkpoint, and its scheme; all that is not 2:4 is refused."""
     # The second is the key of early versions.
     section = quantization_of(reader.config) or reader.config.get("compression_config")
     section = section if isinstance(section, Mapping) else {}
@@ -322,16 +344,19 @@ def _sparsity_config(reader: CheckpointReader) -> Mapping[str, Any]:
         )
     found = [
         f"{key} = {section[key]!r:.60}"
-        for key in ("config_groups", "kv_cache_scheme", "transform_config")
+        for key in ("kv_cache_scheme", "transform_config")
         if section.get(key)
     ]
-    if section.get("format") not in (None, "dense", _FORMAT):
+    scheme = scheme_of(section, reader.folder)
+    legal = (None, "dense", _FORMAT, *(FORMATS_OF_CODES if scheme else ()))
+    if section.get("format") not in legal:
         found.append(f"format = {section['format']!r}")
-    found += [name for name in reader.names() if _QUANTIZED.search(name)][:1]
+    if scheme is None:
+        found += [name for name in reader.names() if _QUANTIZED.search(name)][:1]
     if found:
         raise UnsupportedError(
             f"{reader.folder} is also quantised ({'; '.join(found)})",
-            need="plain float32, bfloat16 or float16 weights",
+            need="float32, bfloat16 or float16 weights, or codes of 8 bits",
             hint="the 2:4 checkpoint from before it was quantised",
         )
     if sparsity.get("format") not in ("dense", _FORMAT):
@@ -340,7 +365,7 @@ def _sparsity_config(reader: CheckpointReader) -> Mapping[str, Any]:
             need=f"dense or {_FORMAT}",
             hint="decompress it with compressed-tensors 0.14.0",
         )
-    return dict(sparsity)
+    return dict(sparsity), scheme
 
 
 def _check_dtype(module: str, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Phase:
 
 
 _LEAST_S = 1.1
+_LATE = "left out: no time"
 
 PHASES = (
     Phase("prefill", 1, 2048),
@@ -98,6 +100,7 @@ def race(
     phases: Iterable[Phase] = PHASES,
     *,
     rounds: int = 10,
+    seconds: float | None = None,
 ) -> Iterator[Found]:
     """Time every way in every phase; each has the GPU for itself, and a model of its own.
 
@@ -108,9 +111,14 @@ def race(
         ways: Ways to run it.
         phases: What is timed.
         rounds: Timed runs of each; the median counts.
+        seconds: What begins later than that is left out, and says so; None: nothing is.
     """
     timed = list(phases)
+    until = float("inf") if seconds is None else time.monotonic() + seconds
     for way in ways:
+        if time.monotonic() > until:
+            yield from (Found(way.name, each.name, error=_LATE) for each in timed)
+            continue
         model = make()
         try:
             way.prepare(model)
@@ -120,6 +128,9 @@ def race(
         device = next(model.parameters()).device
         for phase in timed:
             emptied(device)
+            if time.monotonic() > until:
+                yield Found(way.name, phase.name, error=_LATE)
+                continue
             try:
                 yield _timed(way, phase, model, device, rounds)
             except Exception as error:
@@ -152,6 +163,31 @@ def _timed(
     )
 
 
+# Compiled code cannot ask whether a cache is empty, and would attend through a mask over all of it:
+# in prefills of dense models torch's kernel for causal attention runs, as the race knows it may.
+_CAUSAL = "hopsparse_race_causal"
+
+
+def _causal(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention to the tokens of this prefill alone: [batch, tokens, heads, dim] and None."""
+    keys, values = (each[:, :, : query.shape[2]] for each in (key, value))
+    grouped, scale = query.shape[1] != key.shape[1], options.get("scaling")
+    out = nn.functional.scaled_dot_product_attention(
+        query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2), None
+
+
+def _enter_causal() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_CAUSAL, _causal)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_CAUSAL, lambda *_, **__: None)
+
+
 def prepared(
     way: ModelWay, phase: Phase, model: nn.Module, device: torch.device
 ) -> tuple[Callable[[], object], int]:
@@ -165,48 +201,52 @@ def prepared(
     """
     from transformers import StaticCache
 
+    from .cached_attention import IMPLEMENTATION, room_for
+
     network: Any = model
     texts = torch.randint(network.config.vocab_size, (phase.batch, phase.tokens), device=device)
-    cache = StaticCache(config=network.config, max_cache_len=phase.tokens + 64)
+    cache = StaticCache(config=network.config, max_cache_len=room_for(phase.tokens + 1))
     name = cache_argument(network)
     forward = torch.compile(network, dynamic=False) if way.compiled else network
+    _enter_causal()
+    captured_prefill = way.captured and phase.kind == "prefill"
+    attention = IMPLEMENTATION if way.attention else _CAUSAL if captured_prefill else "sdpa"
+    network.set_attn_implementation(attention)
 
     def call(ids: Tensor, through: Any = forward) -> Tensor:
-        logits: Tensor = through(ids, use_cache=True, logits_to_keep=1, **{name: cache}).logits
+        given = {name: cache, "use_cache": True, "logits_to_keep": 1}
+        logits: Tensor = through(ids, **given).logits
         return logits
 
-    @torch.no_grad()
-    def prefill() -> object:
-        cache.reset()
-        return call(texts)
-
-    if phase.kind == "prefill":
-        return prefill, 0
     with torch.no_grad():
-        call(texts, network)
-    last = texts[:, -1:].contiguous()
-
+        call(texts, network)  # A cache takes its memory at the first call, which none may trace.
     if not counts_on_device(cache):
         raise UnsupportedError(
             "a cache that counts its tokens on the host, as with sliding windows",
             need="a model that attends to all that came before",
-            hint="hopsparse bench model with --decode ''",
+            hint="hopsparse bench model --config llama-3-8b",
         )
-    # A step leaves the cache one longer: it is set back, so that every step has one context.
     lengths = [layer.cumulative_length for layer in cache.layers]
+    last = texts[:, -1:].contiguous()
+
+    @torch.no_grad()
+    def prefill(ids: Tensor) -> Tensor:
+        torch._foreach_zero_(lengths)
+        return call(ids)
 
     @torch.no_grad()
     def step(ids: Tensor) -> Tensor:
         logits = call(ids)
-        for length in lengths:
-            length.sub_(1)
+        # It leaves the cache one longer: set back, every step has one context.
+        torch._foreach_sub_(lengths, 1)
         return logits
 
+    timed, ids = (prefill, texts) if phase.kind == "prefill" else (step, last)
     if not way.captured:
-        return lambda: step(last), 0
-    captured = capture(step, last, reuse_outputs=True)
+        return lambda: timed(ids), 0
+    captured = capture(timed, ids, reuse_outputs=True)
     early = sum(each.early for each in captured.recordings.values())
-    return lambda: captured(last), early
+    return lambda: captured(ids), early
 
 
 def _told(error: Exception) -> str:

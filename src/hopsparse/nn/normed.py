@@ -1,9 +1,10 @@
-"""A layer behind an RMSNorm: norm and rounding in one launch, where the layer multiplies codes."""
+"""A layer behind an RMSNorm: norm and rounding in one launch, or the norm at least in one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..formats import Quantized
 from ._codes import product_of_codes, put_together, takes_codes
@@ -29,7 +30,8 @@ def rms_eps(norm: nn.Module) -> float | None:
 def after_norm(layer: SparseLinear, x: Tensor, norm: nn.Module) -> Tensor:
     """What `layer(norm(x))` is, in a launch less where the layer rounds its inputs in a kernel.
 
-    There, what the norm gives is not rounded to 16 bits before it is rounded to 8 or 4.
+    There, what the norm gives is not rounded to 16 bits before it is rounded to 8 or 4. Elsewhere
+    on a GPU the norm is one launch of torch, which rounds once, behind its weight.
 
     Args:
         layer: The layer.
@@ -45,8 +47,8 @@ def after_norm(layer: SparseLinear, x: Tensor, norm: nn.Module) -> Tensor:
         torch.Size([3, 2])
     """
     form, eps, weight = layer._form, rms_eps(norm), norm._parameters.get("weight")
+    learns = weight is not None and torch.is_grad_enabled() and weight.requires_grad
     if eps is not None and weight is not None and isinstance(form, Quantized):
-        learns = torch.is_grad_enabled() and weight.requires_grad
         fits = form.scheme.activations != "none" and weight.dtype == x.dtype and not learns
         if (
             fits
@@ -55,5 +57,15 @@ def after_norm(layer: SparseLinear, x: Tensor, norm: nn.Module) -> Tensor:
         ):
             w = put_together(layer, form)
             return product_of_codes(w, x, layer.bias, layer.act, (weight, eps))
-    y: Tensor = layer(norm(x))
+    y: Tensor = layer(norm(x) if learns or not x.is_cuda else _in_one_launch(norm, x))
     return y
+
+
+def _in_one_launch(norm: nn.Module, x: Tensor) -> Tensor:
+    """[..., features]; norms of transformers launch each operation, unless they are compiled."""
+    eps, weight = rms_eps(norm), norm._parameters.get("weight")
+    asis = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    if eps is None or weight is None or weight.dtype != x.dtype or asis:
+        y: Tensor = norm(x)
+        return y
+    return F.rms_norm(x, weight.shape, weight, eps)

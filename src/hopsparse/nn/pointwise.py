@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from ..errors import ArgumentError, UnsupportedError
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+from ..errors import ArgumentError
+from ._convolutions import (
+    check_images,
+    check_model,
+    dense_linear,
+    none_qualifies,
+    pair,
+    replaced,
+)
 
 
 class Pointwise(nn.Module):
@@ -45,7 +48,9 @@ class Pointwise(nn.Module):
         Raises:
             ArgumentError: Another kind of convolution.
         """
-        if why := _reason_in_shape(conv):
+        why = why_not_pointwise(conv)
+        if why is not None:
+            why = why or f"kernel {conv.kernel_size[0]}x{conv.kernel_size[1]}"
             raise ArgumentError(
                 f"a convolution that cannot be a linear layer: {why}",
                 need="an nn.Conv2d of kernel 1x1, one group and no padding",
@@ -55,7 +60,7 @@ class Pointwise(nn.Module):
         weight = conv.weight
         linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
         linear.bias = conv.bias  # type: ignore[assignment]
-        return cls(linear, _pair(conv.stride)).train(conv.training)
+        return cls(linear, pair(conv.stride)).train(conv.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to the channels of every pixel.
@@ -70,17 +75,26 @@ class Pointwise(nn.Module):
         Raises:
             ArgumentError: Another number of dimensions.
         """
-        if x.ndim not in (3, 4):
-            raise ArgumentError(
-                f"an image of shape {list(x.shape)}",
-                need="[n, channels, height, width] or [channels, height, width]",
-                hint="x.unflatten(...) to separate height and width",
-            )
+        check_images(x)
         pixels = x[..., :: self.stride[0], :: self.stride[1]].movedim(-3, -1)
         y: Tensor = self.linear(pixels).movedim(-1, -3)
         # Code behind a convolution may call view(), which needs the format that it would have.
         last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
         return y if last and not x.is_contiguous() else y.contiguous()
+
+    def to_conv(self) -> nn.Conv2d:
+        """The convolution that this is, where `linear` is still a dense nn.Linear.
+
+        Raises:
+            ArgumentError: It is another layer.
+        """
+        linear = dense_linear(self.linear)
+        channels = (linear.in_features, linear.out_features)
+        conv = nn.Conv2d(*channels, 1, stride=self.stride, bias=False, device="meta")
+        weight = linear.weight.detach()[..., None, None]
+        conv.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+        conv.bias = linear.bias
+        return conv.train(self.training)
 
     def extra_repr(self) -> str:
         """The stride, where it is not 1."""
@@ -116,124 +130,21 @@ def pointwise_as_linear(
         >>> net[2].linear
         Linear(in_features=8, out_features=4, bias=True)
     """
-    _check_model(model, nn.Conv2d)
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    replaced: list[str] = []
-    refused: list[str] = []
-    made: dict[nn.Module, Pointwise] = {}
-    for name, module in list(_convolutions(model)):
-        if module in made:
-            _put(model, name, made[module])
-            replaced.append(name)
-            continue
-        why = _reason_in_shape(module) or _reason_to_leave(module, also)
-        if why is None and users[id(module.weight)] > 1:
-            why = "its weight is shared"
-        if why is not None:
-            if module.kernel_size == (1, 1):
-                refused.append(f"{name}: {why}")
-            continue
-        made[module] = Pointwise.from_conv(module)
-        _put(model, name, made[module])
-        replaced.append(name)
-    if refused and not replaced and not any(isinstance(m, Pointwise) for m in model.modules()):
-        raise UnsupportedError(
-            f"no convolution that can be a linear layer ({'; '.join(refused[:3])})",
-            need="an nn.Conv2d of kernel 1x1, one group, no padding and a weight of its own",
-            hint="also=(Class,) for a subclass that computes what nn.Conv2d does",
-        )
-    return tuple(replaced)
+    check_model(model, nn.Conv2d)
+    names, refused = replaced(model, Pointwise.from_conv, why_not_pointwise, also)
+    if refused and not names and not any(isinstance(m, Pointwise) for m in model.modules()):
+        need = "an nn.Conv2d of kernel 1x1, one group, no padding and a weight of its own"
+        raise none_qualifies(refused, need)
+    return tuple(names)
 
 
-def restore_convolutions(model: nn.Module) -> tuple[str, ...]:
-    """Turn every `Pointwise` whose layer is still a dense nn.Linear into an nn.Conv2d, in place.
-
-    Args:
-        model: What `pointwise_as_linear` was called on. A subclass that it replaced comes back as
-            a plain nn.Conv2d.
-
-    Returns:
-        Names of the restored modules.
-
-    Raises:
-        ArgumentError: `model` is no module, or itself a `Pointwise`.
-
-    Example:
-        >>> net = nn.Sequential(nn.Conv2d(8, 4, 1))
-        >>> pointwise_as_linear(net) == restore_convolutions(net)
-        True
-        >>> net[0]
-        Conv2d(8, 4, kernel_size=(1, 1), stride=(1, 1))
-    """
-    _check_model(model, Pointwise)
-    restored: list[str] = []
-    made: dict[nn.Module, nn.Conv2d] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, Pointwise) and type(module.linear) is nn.Linear:
-            if module not in made:
-                made[module] = _convolution(module.linear, module)
-            _put(model, name, made[module])
-            restored.append(name)
-    return tuple(restored)
-
-
-def _convolution(linear: nn.Linear, point: Pointwise) -> nn.Conv2d:
-    channels = (linear.in_features, linear.out_features)
-    conv = nn.Conv2d(*channels, 1, stride=point.stride, bias=False, device="meta")
-    weight = linear.weight
-    conv.weight = nn.Parameter(weight.detach()[..., None, None], requires_grad=weight.requires_grad)
-    conv.bias = linear.bias
-    return conv.train(point.training)
-
-
-def _convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Conv2d]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Conv2d):
-            yield name, module
-
-
-def _reason_in_shape(conv: nn.Conv2d) -> str | None:
+def why_not_pointwise(conv: nn.Conv2d) -> str | None:
+    """Why a convolution cannot be a `Pointwise`; None if it can, "" if it has several taps."""
     if conv.kernel_size != (1, 1):
-        return f"kernel {conv.kernel_size[0]}x{conv.kernel_size[1]}"
+        return ""
     if conv.groups != 1:
         return f"{conv.groups} groups"
     # "same" and "valid" add nothing to a kernel of one pixel.
-    if not isinstance(conv.padding, str) and any(_pair(conv.padding)):
+    if not isinstance(conv.padding, str) and any(pair(conv.padding)):
         return f"padding {conv.padding}"
     return None
-
-
-def _reason_to_leave(conv: nn.Conv2d, also: tuple[type[nn.Conv2d], ...]) -> str | None:
-    if parametrize.is_parametrized(conv):
-        return "it has a parametrization"
-    if type(conv) is not nn.Conv2d and type(conv) not in also:
-        return f"it is a {type(conv).__name__}, a subclass of nn.Conv2d"
-    if "forward" in vars(conv):
-        return "its forward was replaced"
-    if any(getattr(conv, hooks) for hooks in _HOOKS):
-        return "it has hooks"
-    weight = conv._parameters.get("weight")
-    if weight is None or not weight.is_leaf:
-        return "its weight is computed from other tensors"
-    return None
-
-
-def _check_model(model: object, kind: type[nn.Module]) -> None:
-    if not isinstance(model, nn.Module) or isinstance(model, kind):
-        raise ArgumentError(
-            f"a {type(model).__name__} as the model",
-            need=f"a module that holds {kind.__name__} layers",
-            hint="nn.Sequential(layer)",
-        )
-
-
-def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, child = name.rpartition(".")
-    setattr(model.get_submodule(owner), child, module)

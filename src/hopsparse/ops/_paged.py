@@ -61,14 +61,19 @@ class PagedKV:
         return self.table.shape[1] * self.page
 
 
-def contiguous_pages(keys: Tensor, values: Tensor, lengths: Tensor, page: int) -> PagedKV:
+def contiguous_pages(
+    keys: Tensor, values: Tensor, lengths: Tensor, page: int, table: Tensor | None = None
+) -> PagedKV:
     """Keys and values [batch, kv_heads, tokens, dim] as pages; copied where pages do not divide.
+
+    A cache of a fixed size, whose tokens are a multiple of the page, is read where it lies.
 
     Args:
         keys: Any strides.
         values: As keys.
         lengths: int32 [batch].
         page: Tokens of a page.
+        table: That of an earlier call with tensors of the same shapes and strides; None makes it.
 
     Example:
         >>> keys = torch.zeros(2, 1, 20, 8)
@@ -77,13 +82,35 @@ def contiguous_pages(keys: Tensor, values: Tensor, lengths: Tensor, page: int) -
     """
     batch, heads, tokens, dim = keys.shape
     pages = -(-tokens // page)
+    apart = _pages_apart(keys, page)
+    if apart is not None and apart == _pages_apart(values, page):
+        # Pages of one sequence follow each other, and those of its other heads lie between them
+        # and the next sequence: numbers that no table has.
+        count = (batch - 1) * apart + pages
+        pools = [
+            each.as_strided((count, heads, page, dim), (page * each.stride(2), *each.stride()[1:]))
+            for each in (keys, values)
+        ]
+        if table is None:
+            first = apart * torch.arange(batch, dtype=torch.int32, device=keys.device)
+            table = first[:, None] + torch.arange(pages, dtype=torch.int32, device=keys.device)
+        return PagedKV(pools[0], pools[1], table, lengths)
     pools = []
     for each in (keys, values):
         padded = torch.nn.functional.pad(each, (0, 0, 0, pages * page - tokens))
         split = padded.reshape(batch, heads, pages, page, dim)
         pools.append(split.transpose(1, 2).reshape(batch * pages, heads, page, dim))
-    table = torch.arange(batch * pages, dtype=torch.int32, device=keys.device)
+    if table is None:
+        table = torch.arange(batch * pages, dtype=torch.int32, device=keys.device)
     return PagedKV(pools[0], pools[1], table.view(batch, pages), lengths)
+
+
+def _pages_apart(each: Tensor, page: int) -> int | None:
+    """How many pages on the next sequence starts; None if no number of pages leads there."""
+    step = page * each.stride(2)
+    if each.numel() == 0 or each.shape[2] % page or step == 0 or each.stride(0) % step:
+        return None
+    return int(each.stride(0) // step)
 
 
 def gather_tokens(cache: PagedKV, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

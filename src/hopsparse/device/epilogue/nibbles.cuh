@@ -25,24 +25,45 @@ __device__ __forceinline__ uint2 nibbles_to_s8(u32 word) {
   return in_turn(word << 4 & kHigh, word & kHigh);
 }
 
-// Eight codes to four pairs of 16-bit numbers. Behind 128 in bfloat16 and 1024 in float16 the last
-// bits count ones; 136 and 1032 are taken off again.
+// Two codes to a pair of 16-bit numbers: the earlier code, and the later one times kLater. Bytes 0 and
+// 2 of the word hold both codes. With code + 8 in the lower half behind 128 (bfloat16) or 1024
+// (float16), the last bits count ones. In the upper half it is four bits further up: there float16
+// counts sixteens, and bfloat16, without anything before it, steps of 2^-129, over its subnormals
+// and its first binade. One multiply-add, exact, takes all that off again.
 template <Type T>
-__device__ __forceinline__ void nibbles_to_pairs(u32 word, u32 (&pairs)[4]) {
-  constexpr u32 kOnes = T == Type::bf16 ? 0x43004300 : 0x64006400, kZero = kOnes | 0x00080008;
-  const u32 even = word ^ 0x88888888, odd = even >> 4;  // code + 8
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 both = __byte_perm(even, odd, i | (4 + i) << 8) & 0x000F000F | kOnes;
-    if constexpr (T == Type::bf16) {
-      asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(both), "r"(kZero));
-    } else {
-      asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(both), "r"(kZero));
-    }
+struct NibblePair {
+  static constexpr bool kBf16 = T == Type::bf16;
+  static constexpr u32 kMask = 0x00F0000F, kFlip = kBf16 ? 0x00804308 : 0x64806408;
+  static constexpr u32 kTimes = kBf16 ? 0x7F003F80 : 0x2C003C00;  // 1, and 2^127 or 1/16
+  static constexpr u32 kPlus = kBf16 ? 0xC000C308 : 0xD480E408;   // -136 and -2, or -1032 and -72
+  static constexpr u32 kScale = kBf16 ? 0x40803F80 : 0x3F803F80;  // 1, and 1 / kLater; bfloat16
+};
+
+// `times` is kTimes, which ptxas would move to a register anew for each pair if it knew it.
+template <Type T>
+__device__ __forceinline__ u32 nibbles_to_pair(u32 twice, u32 times) {
+  using P = NibblePair<T>;
+  u32 bits, pair;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(bits) : "r"(twice), "r"(P::kMask), "r"(P::kFlip));
+  if constexpr (P::kBf16) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(bits), "r"(times), "r"(P::kPlus));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(bits), "r"(times), "r"(P::kPlus));
   }
+  return pair;
 }
 
-// Both numbers of a pair times a bfloat16, which `scale` holds twice; rounded once.
+// The scale that pairs of T are multiplied by: that of both codes, from the bfloat16 in the low half.
+template <Type T>
+__device__ __forceinline__ u32 scale_of_pair(u32 scale) {
+  u32 both = __byte_perm(scale, 0, 0x1010);
+  if constexpr (NibblePair<T>::kBf16) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(both) : "r"(NibblePair<T>::kScale));
+  }
+  return both;
+}
+
+// Both numbers of a pair times a scale that `scale_of_pair` gave; rounded once.
 template <Type T>
 __device__ __forceinline__ u32 scaled_pair(u32 pair, u32 scale) {
   if constexpr (T == Type::bf16) {

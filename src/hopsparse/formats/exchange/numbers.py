@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Filters of warnings are those of all threads. numpy reads text in one thread at a time anyway.
+_ONE = Lock()
 
 
 def integers(text: bytes) -> NDArray[np.int64] | None:
@@ -30,9 +34,9 @@ def reals(text: bytes) -> NDArray[np.float64] | None:
 
 
 def _read(text: bytes, dtype: Any) -> NDArray[Any] | None:
-    if not text.strip():
+    if not text or text.isspace():
         return np.empty(0, dtype=dtype)
-    with warnings.catch_warnings():
+    with _ONE, warnings.catch_warnings():
         # numpy warns where it cannot read on; it says that later versions raise.
         warnings.filterwarnings("error", "string or file could not be read", DeprecationWarning)
         try:

@@ -13,7 +13,12 @@ from . import plan
 from .plan import Source
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
+_CODE_DTYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.int8,
+    "int4_in_e4m3": torch.float8_e4m3fn,
+}
 
 _BOUND = KnownLaunches()
 
@@ -32,7 +37,7 @@ def run(
 
     Args:
         x: [..., k] on a Hopper GPU, or [..., 2 k] where there is a gate; not empty, any strides.
-        kind: "int8", "fp8" or "int4".
+        kind: "int8", "fp8", "int4" or "int4_in_e4m3".
         scale: float32 [1] or None.
         norm: [k] or None.
         eps: Added to the mean square.
@@ -76,7 +81,7 @@ def enqueue(
     Args:
         results: What `run` returns, contiguous, codes on 8 bytes and sums on 16; all is written.
         x: As for `run`, like all the rest; contiguous.
-        kind: "int8", "fp8" or "int4".
+        kind: "int8", "fp8", "int4" or "int4_in_e4m3".
         scale: float32 [1] or None.
         norm: [k], contiguous, or None.
         eps: Added to the mean square.

@@ -41,7 +41,7 @@ def _results(
 ) -> list[Tensor]:
     k = x.shape[-1] // 2 if gate else x.shape[-1]
     stored = k // 2 if kind == "int4" else k
-    dtype = torch.float8_e4m3fn if kind == "fp8" else torch.int8
+    dtype = torch.float8_e4m3fn if kind in ("fp8", "int4_in_e4m3") else torch.int8
     codes = x.new_empty((*x.shape[:-1], stored), dtype=dtype)
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     sums = x.new_empty(x.shape)  # contiguous, as the kernel writes them

@@ -197,6 +197,10 @@ __device__ __forceinline__ u32 four(const float* v) {
     const u32 codes = __byte_perm(two_e4m3(v[0], v[1]), two_e4m3(v[2], v[3]), 0x5410);
     return codes & (((codes & 0x7F7F7F7F) + 0x7F7F7F7F) | 0x7F7F7F7F);  // -0 becomes 0
   }
+  if constexpr (C::kCodes == Codes::int4_in_e4m3) {
+    return __byte_perm(two_e4m3(nearest(v[0]), nearest(v[1])),
+                       two_e4m3(nearest(v[2]), nearest(v[3])), 0x5410);
+  }
   const u32 low = __byte_perm(rounded(v[0]), rounded(v[1]), 0x0040);
   const u32 high = __byte_perm(rounded(v[2]), rounded(v[3]), 0x0040);
   return __byte_perm(low, high, 0x5410);

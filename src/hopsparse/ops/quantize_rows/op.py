@@ -15,7 +15,12 @@ from .._product import is_dense, is_hopper, told
 from .dispatch import register_on_gpu, run_reference, traced
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
-_KINDS: dict[object, str] = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", "int4": "int4"}
+_KINDS: dict[object, str] = {
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    "int4": "int4",
+    "int4_in_e4m3": "int4_in_e4m3",
+}
 _GATES = (None, "halves", "interleaved")
 _MOST_EPS = torch.finfo(torch.float32).max
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -45,7 +50,7 @@ def quantize_rows(
 
     Args:
         x: [..., k], bfloat16, float16 or float32, any strides; what is not contiguous is copied.
-        dtype: torch.int8, torch.float8_e4m3fn or "int4".
+        dtype: torch.int8, torch.float8_e4m3fn, "int4" or "int4_in_e4m3" (int4, as E4M3 numbers).
         scale: float32 [1], on the device of x; None: one for each row.
         norm: [k], dtype and device of x: weight of an RMSNorm that comes first,
             x * rsqrt(mean(x^2) + eps) * norm (arXiv:1910.07467).
@@ -93,7 +98,7 @@ def _check(x: Tensor, dtype: object, gate: str | None) -> str:
     if kind is None:
         raise ArgumentError(
             f"quantize_rows: dtype={dtype!r}",
-            need='torch.int8, torch.float8_e4m3fn or "int4"',
+            need='torch.int8, torch.float8_e4m3fn, "int4" or "int4_in_e4m3"',
             hint="torch.int8",
         )
     if not is_dense(x) or x.dtype not in _INPUTS or x.dim() < 1:

@@ -21,8 +21,9 @@ LONGEST_ROW = 2**30
 #: Blocks of a grid along x.
 MOST_ROWS = 2**31 - 1
 
-#: Codes by the word that `hopsparse.formats.Scheme` has for them.
-CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4"}
+#: Codes by the word that `hopsparse.formats.Scheme` has for them; the last are those of int4, each
+#: as the number of E4M3 that it is.
+CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "int4_in_e4m3": "int4_in_e4m3"}
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 Source = Literal["plain", "norm", "halves", "interleaved"]

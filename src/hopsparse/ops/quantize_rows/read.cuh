@@ -9,7 +9,8 @@
 
 namespace quantize_rows {
 
-enum class Codes { int8, e4m3, int4 };
+// The last: codes of int4, each the number of E4M3 that it is.
+enum class Codes { int8, e4m3, int4, int4_in_e4m3 };
 enum class Source { plain, norm, halves, interleaved };
 
 constexpr int kEntries = 8;  // of a chunk
@@ -41,9 +42,12 @@ struct Facts {
   static constexpr float kLargest = C::kCodes == Codes::int8   ? 127
                                     : C::kCodes == Codes::e4m3 ? 448
                                                                : 7;
-  static constexpr float kLeast = C::kCodes == Codes::int4 ? -8 : -kLargest;
+  static constexpr float kLeast = kLargest == 7 ? -8 : -kLargest;
   static constexpr int kCodeBits = C::kCodes == Codes::int4 ? 4 : 8;
 };
+
+// The integer nearest to a small number, as a number; never -0.
+__device__ __forceinline__ float nearest(float value) { return value + 12582912.0f - 12582912.0f; }
 
 // A chunk between its passes: a plain 16-bit one as it is, any other in float32.
 template <bool Raw>

@@ -11,6 +11,8 @@ from ...formats.scheme import Scheme
 from ...quant.grid import to_codes
 from ...quant.inputs import input_scales
 
+_GRIDS = {"int4_in_e4m3": "int4"}  # kinds that are other codes, spelled otherwise
+
 
 def quantize_rows(
     x: Tensor,
@@ -26,7 +28,7 @@ def quantize_rows(
 
     Args:
         x: [..., k], or [..., 2 k] where there is a gate.
-        kind: "int8", "fp8" or "int4".
+        kind: "int8", "fp8", "int4" or "int4_in_e4m3".
         scale: float32 [1] or None.
         norm: [k] or None.
         eps: Added to the mean square.
@@ -41,7 +43,7 @@ def quantize_rows(
         values = normalised(values, norm, eps)
     if gate is not None:
         values = gated(values, gate)
-    scales = row_scales(values, kind, scale)
+    scales = row_scales(values, _GRIDS.get(kind, kind), scale)
     return [codes_of(values, scales, kind), scales, *sums]
 
 
@@ -75,13 +77,16 @@ def row_scales(values: Tensor, kind: str, scale: Tensor | None) -> Tensor:
 
 def codes_of(values: Tensor, scales: Tensor, kind: str) -> Tensor:
     """[..., k], or [..., k / 2] of int4. What has no scale is NaN in E4M3, and 0 in integers."""
-    codes = to_codes(torch.where(values.isfinite(), values, torch.nan), scales, kind)
+    grid = _GRIDS.get(kind, kind)
+    codes = to_codes(torch.where(values.isfinite(), values, torch.nan), scales, grid)
     if kind == "fp8":
         # The sign of a NaN is that of the processor.
         return codes.masked_fill_(codes.isnan(), torch.nan).to(torch.float8_e4m3fn)
     whole = codes.nan_to_num_(0.0).to(torch.int8)
     if kind == "int8":
         return whole
+    if kind != "int4":
+        return whole.to(torch.float8_e4m3fn)
     return pack_nibbles(whole).view(torch.int8).view(*whole.shape[:-1], whole.shape[-1] // 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,13 +59,17 @@ def run(q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted) -> T
         UnsupportedError: No driver; or a graph is captured and the kernel is not loaded yet.
         CompileError: The kernel does not compile.
     """
-    q = q.contiguous()
-    if q.data_ptr() % 16:
-        q = q.clone()  # the kernel reads it 16 bytes at a time
+    q = in_pieces(q)
     heads = q.shape[1] if wanted.per_head else kept[0].shape[1]
     scores = q.new_empty((q.shape[0], heads, kept[0].shape[2]), dtype=torch.float32)
     enqueue(scores, q, kept, lengths.contiguous(), block, wanted)
     return scores
+
+
+def in_pieces(q: Tensor) -> Tensor:
+    """Queries as kernels read them: contiguous, from 16 bytes on."""
+    q = q.contiguous()
+    return q.clone() if q.data_ptr() % 16 else q
 
 
 def enqueue(
@@ -98,21 +103,36 @@ def enqueue(
         kv_heads, count = kept[0].shape[1:3]
         shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
         assert shape is not None
-        kernel = _kernel(shape, batch * kv_heads, count, cluster, device)
+        kernel = kernel_of(plan.spec_for, shape, (batch * kv_heads, count), cluster, device)
         grid = (kernel.spec.cluster[0], kv_heads, batch)
         bound = _BOUND.keep(key, kernel.bind(grid, args, turn.stream, pdl=turn.early))
     bound()
 
 
-def _kernel(shape: plan.Shape, pairs: int, rows: int, cluster: int | None, device: int) -> Kernel:
-    """The kernel with the largest clusters that are of use, and of which all run at once."""
-    sizes = plan.clusters_for(pairs, rows, device_facts(device).sm_count)
-    *large, last = sizes if cluster is None else (cluster,)
+def kernel_of(
+    spec_for: Callable[[plan.Shape, int], KernelSpec],
+    shape: plan.Shape,
+    sizes: tuple[int, int],
+    cluster: int | None,
+    device: int,
+) -> Kernel:
+    """The kernel with the largest clusters that are of use, and of which all run at once.
+
+    Args:
+        spec_for: The kernel for a shape and a cluster.
+        shape: As `plan.shape_for` gives it.
+        sizes: Heads of keys of all sequences, and blocks of keys that each has room for.
+        cluster: Blocks of threads for a head of keys; None: what fits.
+        device: Number of the GPU.
+    """
+    pairs, rows = sizes
+    clusters = plan.clusters_for(pairs, rows, device_facts(device).sm_count)
+    *large, last = clusters if cluster is None else (cluster,)
     for size in large:
-        kernel = _loaded(plan.spec_for(shape, size), device)
+        kernel = _loaded(spec_for(shape, size), device)
         if max_active_clusters(kernel) >= pairs:
             return kernel
-    return _loaded(plan.spec_for(shape, last), device)
+    return _loaded(spec_for(shape, last), device)
 
 
 def _loaded(spec: KernelSpec, device: int) -> Kernel:
@@ -120,11 +140,12 @@ def _loaded(spec: KernelSpec, device: int) -> Kernel:
 
 
 def pack(
-    scores: Tensor, q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted
+    scores: Tensor | None, q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted
 ) -> plan.Args:
-    """The kernel's argument."""
+    """The kernel's argument; no scores where the kernel chooses by them."""
     kv_heads, count = kept[0].shape[1:3]
-    addresses = [each.data_ptr() for each in (q, *kept, lengths, scores)]
+    tensors = (q, *kept, lengths, scores)
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
     strides = [stride for each in kept for stride in each.stride()[:3]]
     sizes = (count, block, kv_heads, q.shape[1] // kv_heads)
     slack = reference.slack_factor(q.shape[2], block)

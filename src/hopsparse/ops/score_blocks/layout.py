@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import DIMS, MOST_GROUP, MOST_TOKENS
+from .plan import DIMS, MOST_GROUP, MOST_RANKS, MOST_TOKENS
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _MOST_GRID = 65_535  # along y and z
@@ -36,6 +36,21 @@ def refused_scores(q: Tensor, kept: Kept, block: int, kind: str) -> str | None:
         return f"a batch of {batch}, {kv_heads} heads of keys, blocks of {block}: too many"
     read = {"bound": kept[:2], "mean": kept[2:], "mass": kept}[kind]
     return None if all(map(_in_pieces, read)) else _APART
+
+
+def refused_choice(q: Tensor, kept: Kept, block: int, kind: str) -> str | None:
+    """Why no kernel both scores these blocks and chooses of them; None where one does.
+
+    Args:
+        q: As for `refused_scores`, like all the rest.
+        kept: What is kept of keys.
+        block: Tokens of a block.
+        kind: "bound", "mean" or "mass".
+    """
+    count = kept[0].shape[2]
+    if count > MOST_RANKS:
+        return f"room for {count} blocks of keys, more than {MOST_RANKS}"
+    return refused_scores(q, kept, block, kind)
 
 
 def refused_keys(kept: Kept, keys: Tensor, block: int) -> str | None:

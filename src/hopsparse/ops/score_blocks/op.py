@@ -80,8 +80,8 @@ def score_blocks(
         >>> score[0, 0, 1].item()
         -inf
     """
-    _check_kind(kind)
-    factor = _checked("score_blocks", q, blocks, lengths, scale)
+    check_kind("score_blocks", kind)
+    factor = checked_blocks("score_blocks", q, blocks, lengths, scale)
     kept = [blocks.low, blocks.high, blocks.total]
     run = _run_on_gpu if q.is_cuda and is_plain(q) else traced
     return run(q.detach(), kept, lengths, blocks.block, kind, factor, per_head)
@@ -103,7 +103,7 @@ def explain_scores(q: Tensor, blocks: KeyBlocks, kind: str = "bound") -> Plan:
         >>> explain_scores(torch.ones(1, 8, 128), blocks).name
         'reference'
     """
-    _check_kind(kind)
+    check_kind("score_blocks", kind)
     if not q.is_cuda or not is_hopper(q.get_device()):
         return Plan("score_blocks", "reference", f"{q.device} is no Hopper GPU")
     why = refused_scores(q, (blocks.low, blocks.high, blocks.total), blocks.block, kind)
@@ -164,7 +164,7 @@ def block_masses(
         >>> masses.upper.exp().round(decimals=3).flatten().tolist()
         [4.0, 4.0]
     """
-    factor = _checked("block_masses", q, blocks, lengths, scale)
+    factor = checked_blocks("block_masses", q, blocks, lengths, scale)
     kept = (blocks.low, blocks.high, blocks.total)
     found = reference.ranges(q.detach(), kept, blocks.block, lengths, factor)
     upper, lower = reference.log_masses(found)
@@ -173,15 +173,24 @@ def block_masses(
     return Masses(upper, lower, slack.double(), blocks.block)
 
 
-def _check_kind(kind: str) -> None:
+def check_kind(op: str, kind: str) -> None:
+    """Refuse a kind of scores that there is not.
+
+    Raises:
+        ArgumentError: It is none of `KINDS`.
+    """
     if kind not in KINDS:
-        raise ArgumentError(
-            f"score_blocks: kind={kind!r}", need="one of " + ", ".join(KINDS), hint="bound"
-        )
+        raise ArgumentError(f"{op}: kind={kind!r}", need="one of " + ", ".join(KINDS), hint="bound")
 
 
-def _checked(op: str, q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float | None) -> float:
-    """The scale, of arguments that fit each other."""
+def checked_blocks(
+    op: str, q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float | None
+) -> float:
+    """The scale, of arguments that fit each other.
+
+    Raises:
+        ArgumentError: They do not.
+    """
     if not isinstance(blocks, KeyBlocks):
         raise ArgumentError(
             f"{op}: blocks {told(blocks)}", need="KeyBlocks", hint="KeyBlocks.empty(...)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ...errors import ArgumentError
@@ -13,23 +13,30 @@ from ...plan.spec import KernelSpec
 DIMS, MOST_GROUP = (64, 128, 256), 16
 #: Query heads that a row of a block meets at once; more of them come four by four.
 HEADS = (1, 2, 4)
-#: Blocks of threads of a cluster: for many heads of keys, for few, and for few that are long.
-CLUSTERS = (2, 8, 16)
+#: Blocks of threads of a cluster: for many heads of keys, for few, and for few that are long. Those
+#: of 4 are there to be measured.
+CLUSTERS = (2, 4, 8, 16)
 KINDS = ("bound", "mean", "mass")
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 #: Tokens of a block, at most: with more of them the slack of float32 is as large as the scores.
 MOST_TOKENS = 1 << 20
 
 WARPS = 8
+#: Blocks of a sequence that one block of threads has the ranks of, and chooses from.
+MOST_RANKS = 8192
 _SCORES = 8192  # of a block of threads that are kept
 _BLOCKS_PER_SM = 2
+# Pieces that are asked for into the L2 cache before they are loaded: 64 KB of 16-bit ranges of dim
+# 128, where registers have 16 or 32 KB on their way.
+_AHEAD = 4
 # Beside clusters of 8 those of 16 lost 0.76 us with room for 512 blocks of keys and won 0.28 with
 # room for 2048: a straight line between them crosses zero at 1630.
 _FEW_ROWS = 1630
 
 # Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
 # ahead, and the cluster.
-_SASS = ("LDG.E.LTC128B.128", "FFMA", "ACQBULK", "UCGABAR_ARV")
+_SASS = ("LDG.E.LTC128B.128", "FFMA", "ACQBULK", "UCGABAR_ARV", "STAS.128", "CCTL.E.PF2")
+_SASS_CHOOSE = ("ATOMS.POPC.INC.32", "VOTE")
 _SASS_APPEND = ("LDG.E.LTC128B", "FADD", "ACQBULK")
 
 
@@ -48,6 +55,17 @@ class Args(ctypes.Structure):
     )
 
 
+class ChooseArgs(ctypes.Structure):
+    """The argument of the kernel that chooses too; `struct ChooseArgs` of choose.cuh."""
+
+    _fields_ = (
+        ("of", Args),
+        *((name, ctypes.c_void_p) for name in ("k", "indices", "counts")),
+        ("width", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("k_of_all", "sink", "recent")),
+    )
+
+
 class AppendArgs(ctypes.Structure):
     """The argument of the kernel that takes in keys; `struct Args` of append.cuh."""
 
@@ -62,6 +80,7 @@ class AppendArgs(ctypes.Structure):
 
 
 ARGS_BYTES, APPEND_BYTES = ctypes.sizeof(Args), ctypes.sizeof(AppendArgs)
+CHOOSE_BYTES = ctypes.sizeof(ChooseArgs)
 
 
 @dataclass(frozen=True)
@@ -93,9 +112,15 @@ class Shape:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a block, as `struct Smem` of kernel.cuh has it."""
+        """Shared memory of a block, as `struct Smem` of rows.cuh has it."""
         most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
-        return 4 * (most * self.dim + 3 * MOST_GROUP + _SCORES)
+        parts = 2 * MOST_GROUP * CLUSTERS[-1]
+        return 4 * (most * self.dim + 3 * MOST_GROUP + parts + 4 + _SCORES)
+
+    @property
+    def choose_bytes(self) -> int:
+        """The same of `struct ChooseSmem` of choose.cuh: counts of digits, of warps, and ranks."""
+        return self.smem_bytes + 4 * (4 * 256 + 2 * 32 + 4 + MOST_RANKS)
 
 
 def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
@@ -127,13 +152,7 @@ def spec_for(shape: Shape, cluster: int) -> KernelSpec:
         >>> spec_for(Shape("bound", "bfloat16", 128, 4), 8).name
         'bound, bfloat16, dim 128, heads 4, cluster 8'
     """
-    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads)
-    if not known or shape.heads not in HEADS or cluster not in CLUSTERS:
-        raise ArgumentError(
-            f"a score_blocks kernel for {shape}, cluster {cluster}",
-            need=f"what shape_for gives, and one of {CLUSTERS}",
-            hint='spec_for(shape_for("bound", "bfloat16", 128, 4), 8)',
-        )
+    _check_shape(shape, cluster)
     return KernelSpec(
         op="score_blocks",
         name=f"{shape.kind}, {shape.dtype}, dim {shape.dim}, heads {shape.heads}, "
@@ -147,6 +166,35 @@ def spec_for(shape: Shape, cluster: int) -> KernelSpec:
         args_bytes=ARGS_BYTES,
         pdl=True,
     )
+
+
+def choose_spec_for(shape: Shape, cluster: int) -> KernelSpec:
+    """The kernel that scores and chooses; as `spec_for` else.
+
+    Example:
+        >>> choose_spec_for(Shape("bound", "bfloat16", 128, 4), 8).name
+        'chosen, bound, bfloat16, dim 128, heads 4, cluster 8'
+    """
+    spec = spec_for(shape, cluster)
+    return replace(
+        spec,
+        name=f"chosen, {spec.name}",
+        kernel="ops/score_blocks/choose.cuh",
+        text=_choose_text(shape),
+        entry="select_blocks_kernel",
+        smem_bytes=shape.choose_bytes,
+        args_bytes=CHOOSE_BYTES,
+    )
+
+
+def _check_shape(shape: Shape, cluster: int) -> None:
+    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads)
+    if not known or shape.heads not in HEADS or cluster not in CLUSTERS:
+        raise ArgumentError(
+            f"a score_blocks kernel for {shape}, cluster {cluster}",
+            need=f"what shape_for gives, and one of {CLUSTERS}",
+            hint='spec_for(shape_for("bound", "bfloat16", 128, 4), 8)',
+        )
 
 
 def append_spec_for(dtype: str, dim: int) -> KernelSpec:
@@ -199,7 +247,7 @@ def clusters_for(pairs: int, rows: int, sm_count: int) -> tuple[int, ...]:
         >>> clusters_for(8, 2048, 132), clusters_for(8, 512, 132), clusters_for(64, 2048, 132)
         ((16, 8), (8,), (2,))
     """
-    small, usual, large = CLUSTERS
+    small, _, usual, large = CLUSTERS
     at_once = _BLOCKS_PER_SM * sm_count
     if pairs * usual > at_once:
         return (small,)
@@ -219,7 +267,9 @@ def append_grid(blocks: int, block: int, kv_heads: int, new: int) -> int:
 
 def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
-    return _SASS_APPEND if spec.entry == "append_keys_kernel" else _SASS
+    if spec.entry == "append_keys_kernel":
+        return _SASS_APPEND
+    return (*_SASS, *_SASS_CHOOSE) if spec.entry == "select_blocks_kernel" else _SASS
 
 
 def every_shape() -> list[Shape]:
@@ -230,24 +280,41 @@ def every_shape() -> list[Shape]:
 
 def every_spec() -> list[KernelSpec]:
     """All kernels that a call may run."""
-    scores = [spec_for(*chosen) for chosen in product(every_shape(), CLUSTERS)]
+    kernels = list(product(every_shape(), CLUSTERS))
+    scores = [spec_for(*each) for each in kernels] + [choose_spec_for(*each) for each in kernels]
     return scores + [append_spec_for(*chosen) for chosen in product(TYPES, DIMS)]
 
 
-def _text(shape: Shape) -> str:
-    threads = 32 * WARPS
+def _config(shape: Shape) -> str:
     return f"""
 struct Config {{
   static constexpr score_blocks::Kind kKind = score_blocks::Kind::{shape.kind};
   static constexpr Type kType = Type::{TYPES[shape.dtype]};
   static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.rows};
-  static constexpr int kWarps = {WARPS}, kScores = {_SCORES};
+  static constexpr int kWarps = {WARPS}, kScores = {_SCORES}, kRanks = {MOST_RANKS};
+  static constexpr int kAhead = {_AHEAD};
 }};
 static_assert(sizeof(score_blocks::Args) == {ARGS_BYTES}, "plan.py packs {ARGS_BYTES} bytes");
 static_assert(sizeof(score_blocks::Smem<Config>) == {shape.smem_bytes}, "plan.py counts its bytes");
-extern "C" __global__ void __launch_bounds__({threads}, 2)
+"""
+
+
+def _text(shape: Shape) -> str:
+    return f"""{_config(shape)}
+extern "C" __global__ void __launch_bounds__({32 * WARPS}, {_BLOCKS_PER_SM})
     score_blocks_kernel(const __grid_constant__ score_blocks::Args a) {{
   score_blocks::run<Config>(a);
+}}
+"""
+
+
+def _choose_text(shape: Shape) -> str:
+    return f"""{_config(shape)}
+static_assert(sizeof(score_blocks::ChooseArgs) == {CHOOSE_BYTES}, "plan.py packs {CHOOSE_BYTES}");
+static_assert(sizeof(score_blocks::ChooseSmem<Config>) == {shape.choose_bytes}, "plan.py");
+extern "C" __global__ void __launch_bounds__({32 * WARPS}, {_BLOCKS_PER_SM})
+    select_blocks_kernel(const __grid_constant__ score_blocks::ChooseArgs a) {{
+  score_blocks::run_chosen<Config>(a);
 }}
 """
 

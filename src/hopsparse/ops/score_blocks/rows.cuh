@@ -2,6 +2,7 @@
 #pragma once
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
+#include "ptx/global.cuh"
 #include "ptx/written.cuh"
 
 namespace score_blocks {
@@ -40,9 +41,11 @@ struct Facts {
 template <class C>
 struct Smem {
   alignas(16) float q[Facts<C>::kMost][C::kDim];
-  float top[16], sum[16];  // of each query head, over this block's rows: read by the cluster
+  float top[16], sum[16];  // of each query head, over this block's rows
   float whole[16];
-  float scores[C::kScores];  // [query head][row]
+  alignas(16) float parts[16][16][2];    // of every block of the cluster: largest scores and sums
+  alignas(16) u64 parts_are_there;       // a barrier
+  alignas(16) float scores[C::kScores];  // [query head][row]
 };
 
 // What a block of threads knows of its rows. They come in pieces of kStep, which the blocks of the
@@ -196,6 +199,33 @@ __device__ __forceinline__ void load_row(Raw<C>& raw, const Args& a, const Rows&
     const u8* total = r.total + at * a.total_block * 4 + lane * kLane;
 #pragma unroll
     for (int i = 0; i < 2; ++i) load_written(raw.total[i], in, total + i * kApart);
+  }
+}
+
+// Lines of 128 bytes of this block's rows from `own` on, a number of pieces, of rows of kRow bytes,
+// to the L2 cache: a thread has some.
+template <class C, u32 kRow, u32 kPieces>
+__device__ __forceinline__ void prefetch_lines(const u8* from, long long row_bytes, const Rows& r,
+                                               u32 own) {
+  constexpr u32 kLines = kRow / 128, kAll = kPieces * Facts<C>::kStep * kLines;
+#pragma unroll
+  for (u32 first = 0; first < kAll; first += Facts<C>::kThreads) {
+    const u32 line = first + threadIdx.x, row = row_at<C>(r, own + line / kLines);
+    if (line < kAll && row < r.count) prefetch_l2(from + row * row_bytes + line % kLines * 128);
+  }
+}
+
+// Rows come to the L2 cache before registers have room for them, and while the kernel ahead still
+// runs. It may write them: that cache shows what it wrote, and nothing is read here.
+template <class C, u32 kPieces>
+__device__ __forceinline__ void prefetch_rows(const Args& a, const Rows& r, u32 own) {
+  if constexpr (Facts<C>::kRange) {
+    constexpr u32 kBytes = Facts<C>::kBytes, kRow = C::kDim * kBytes;
+    prefetch_lines<C, kRow, kPieces>(r.low, a.low_block * kBytes, r, own);
+    prefetch_lines<C, kRow, kPieces>(r.high, a.high_block * kBytes, r, own);
+  }
+  if constexpr (Facts<C>::kSum) {
+    prefetch_lines<C, C::kDim * 4, kPieces>(r.total, a.total_block * 4, r, own);
   }
 }
 

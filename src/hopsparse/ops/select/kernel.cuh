@@ -2,17 +2,19 @@
 //
 // A cluster of kCluster blocks has a row, and each of them a part of it, which it reads once and
 // keeps in shared memory as ranks: 32 bits in the order of the scores, 0 for what is not there.
-// Four passes of 8 bits find the last rank that is chosen: a block counts its own ranks by digit,
-// and every block adds the counts of all through distributed shared memory. Only counts pass
-// between blocks, so that nothing can overflow whatever the scores are, and the passes are the same
-// for every input. Equal ranks are taken from the lowest column on; two walks over the part, by
-// ballots, put indices where they belong, so that the result does not depend on any order.
+// At most four passes of 8 bits find the last rank that is chosen: a block counts its own ranks by
+// digit, and every block adds the counts of all through distributed shared memory. Only counts pass
+// between blocks, so that nothing can overflow whatever the scores are. By rank and by threshold
+// the search ends as soon as all ranks of a digit are chosen. Equal ranks are taken from the lowest
+// column on; two walks over the part put indices where they belong, so that the result does not
+// depend on any order.
 //
 // By mass the digits also carry sums of integer weights, 2^32 exp(score - largest), made by
 // operations that IEEE 754 defines; a row ends at the first rank where either k or the mass is
 // reached. Bound: latency of about ten barriers of the cluster; of many rows, reading the scores.
 
 #include "epilogue/value.cuh"
+#include "order/rank.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/cluster.cuh"
@@ -22,8 +24,9 @@ namespace select {
 
 enum class By { rank, mass, threshold };
 
-constexpr u32 kDigits = 256, kPasses = 4, kAll = 0xFFFFFFFF;
-constexpr u32 kAbsent = 0, kNan = 0xFFFFFFFF;
+using namespace order;
+
+constexpr u32 kAll = 0xFFFFFFFF;
 
 struct Args {
   const u8* scores;    // [rows, columns]
@@ -39,37 +42,25 @@ struct Args {
 
 template <class C>
 struct Smem {
-  u32 count[kPasses][kDigits];
+  alignas(16) u32 count[kPasses][kDigits];
+  u32 total[kDigits];  // of the whole row, in the pass that is on
   // Sums of the low 16 bits of weights, and of what is above them: 48 Ki of either fit 32 bits.
   u32 low[C::kBy == By::mass ? kPasses : 1][C::kBy == By::mass ? kDigits : 1];
   u32 high[C::kBy == By::mass ? kPasses : 1][C::kBy == By::mass ? kDigits : 1];
   u64 mass[kDigits];  // of the whole row, in the pass that is on
   u64 warp_sums[2][32];
-  u32 total[kDigits];
-  u32 warp_above[32], warp_ties[32];
+  Tally tally;
   u64 sums[2];  // of this block: all weights, those of forced columns
   u64 found_mass;
-  u32 found_digit, found_count, found_any;
+  u32 found_digit, found_count, found_any;  // by mass
   u32 top, above, ties;
   u32 ranks[C::kCapacity];
 };
 
 // What a block knows of its row.
-struct Row {
-  u32 n, budget, first, last;  // columns; how many are chosen at most; forced at either end
-  u32 part, begin, count;      // columns of a part; this one's first, and how many
+struct Row : Bounds {
+  u32 part, begin, count;  // columns of a part; this one's first, and how many
 };
-
-__device__ __forceinline__ bool forced(const Row& r, u32 column) {
-  return column < r.first || column >= r.n - r.last;
-}
-
-// Forced columns among those from `begin` on.
-__device__ __forceinline__ u32 forced_in(const Row& r, u32 begin, u32 count) {
-  const u32 end = begin + count, tail = r.n - r.last;
-  const u32 head = begin < r.first ? min(end, r.first) - begin : 0;
-  return head + (end > tail ? end - max(begin, tail) : 0);
-}
 
 __device__ __forceinline__ u32 part_count(const Row& r, u32 rank) {
   const u32 begin = rank * r.part;
@@ -77,13 +68,6 @@ __device__ __forceinline__ u32 part_count(const Row& r, u32 rank) {
 }
 
 // ---- ranks and weights ---------------------------------------------------------------------
-
-__device__ __forceinline__ u32 rank_of(float score) {
-  if (score != score) return kNan;
-  if (score == -__int_as_float(0x7F800000)) return kAbsent;
-  const u32 bits = __float_as_uint(__fadd_rn(score, 0.0f));  // -0 becomes 0
-  return bits >> 31 ? ~bits : bits | 0x80000000;
-}
 
 __device__ __forceinline__ float score_of(u32 rank) {
   return __uint_as_float(rank >> 31 ? rank & 0x7FFFFFFF : ~rank);
@@ -154,19 +138,16 @@ __device__ __forceinline__ Row row_of(const Args& a, u32 row, u32 rank) {
   Row r;
   const int columns = static_cast<int>(a.columns);
   const int n = a.lengths ? max(0, min(a.lengths[row], columns)) : columns;
-  const int k = max(0, min(a.k ? a.k[row] : a.k_of_all, min(n, static_cast<int>(a.width))));
-  const int last = min(a.recent, k);
-  r.n = n;
-  r.budget = k;
-  r.last = last;
-  r.first = min(min(a.sink, k - last), n - last);
+  const int k = a.k ? a.k[row] : a.k_of_all;
+  set_bounds(r, n, k, static_cast<int>(a.width), a.sink, a.recent);
   r.part = (n + C::kCluster - 1) / C::kCluster;
   r.begin = min(rank * r.part, r.n);
   r.count = part_count(r, rank);
   return r;
 }
 
-// Ranks of the part; forced columns have none but by mass, where they still weigh something.
+// Ranks of the part, counted by their first digit; forced columns have none but by mass, where they
+// still weigh something, and digits are counted once the largest rank is known.
 template <class C>
 __device__ __forceinline__ void read(Smem<C>& s, const Args& a, const Row& r, u32 row,
                                      float limit) {
@@ -179,6 +160,7 @@ __device__ __forceinline__ void read(Smem<C>& s, const Args& a, const Row& r, u3
     if (C::kBy == By::threshold && score < limit) rank = kAbsent;
     if (C::kBy != By::mass && forced(r, r.begin + i)) rank = kAbsent;
     if (C::kBy == By::mass) top = max(top, rank);
+    if (C::kBy != By::mass && rank != kAbsent) atomicAdd(&s.count[0][rank >> 24], 1u);
     s.ranks[i] = rank;
   }
   if constexpr (C::kBy == By::mass) {
@@ -269,19 +251,19 @@ __device__ __forceinline__ void add_blocks(Smem<C>& s, u32 pass) {
 template <class C>
 constexpr bool kAlone = C::kCluster == 1 && C::kBy != By::mass;
 
-// By one warp: the first digit, from the largest down, at which k or the mass is reached. A lane
-// has eight digits. `room` is what is left of k; in the first pass it may be more than there is.
+// By mass, by one warp: the first digit, from the largest down, at which k or the mass is reached.
+// A lane has eight digits. `room` is what is left of k; in the first pass it may be more than there
+// is.
 template <class C>
-__device__ __forceinline__ void find_digit(Smem<C>& s, u32 pass, u32 room, long long left) {
+__device__ __forceinline__ void find_heavy_digit(Smem<C>& s, u32 room, long long left) {
   constexpr u32 kEach = kDigits / 32;
   const u32 lane = threadIdx.x % 32, from = kDigits - 1 - lane * kEach;
-  const u32* totals = kAlone<C> ? s.count[pass] : s.total;
   u32 own[kEach], count = 0;
   u64 weight[kEach], mass = 0;
 #pragma unroll
   for (u32 i = 0; i < kEach; ++i) {
-    own[i] = totals[from - i];
-    weight[i] = C::kBy == By::mass ? s.mass[from - i] : 0;
+    own[i] = s.total[from - i];
+    weight[i] = s.mass[from - i];
     count += own[i];
     mass += weight[i];
   }
@@ -301,10 +283,7 @@ __device__ __forceinline__ void find_digit(Smem<C>& s, u32 pass, u32 room, long 
   for (u32 i = 0; i < kEach; ++i) {
     if (hit) continue;
     digit = from - i;
-    hit = before + own[i] >= room;
-    if constexpr (C::kBy == By::mass) {
-      hit = hit || static_cast<long long>(mass_before + weight[i]) >= left;
-    }
+    hit = before + own[i] >= room || static_cast<long long>(mass_before + weight[i]) >= left;
     if (!hit) before += own[i], mass_before += weight[i];
   }
   const u32 hits = __ballot_sync(kAll, hit);
@@ -316,7 +295,37 @@ __device__ __forceinline__ void find_digit(Smem<C>& s, u32 pass, u32 room, long 
   }
 }
 
-// The last rank that is chosen, and how many of those that equal it; false: no rank is.
+// The next digit; less room is left where less is there, and none where nothing is.
+template <class C>
+__device__ __forceinline__ Found next_digit(Smem<C>& s, u32 pass, u32& room, long long& left) {
+  if constexpr (C::kBy == By::mass) {
+    if (threadIdx.x < 32) find_heavy_digit<C>(s, room, left);
+    __syncthreads();
+    if (!s.found_any) room = 0;
+    left -= static_cast<long long>(s.found_mass);
+    // The next pass overwrites what was found behind its first barrier.
+    return {s.found_digit, s.found_count, false};
+  } else {
+    return find_digit(kAlone<C> ? s.count[pass] : s.total, room);
+  }
+}
+
+// This block's ranks that are chosen for their digit.
+template <class C>
+__device__ __forceinline__ void add_above(Smem<C>& s, u32 pass, const Found& found, u32 room) {
+  if constexpr (C::kCluster == 1) {
+    if (threadIdx.x == 0) s.above += found.all ? room : found.before;
+  } else {
+    for (u32 digit = found.digit + !found.all + threadIdx.x; digit < kDigits;
+         digit += C::kThreads) {
+      const u32 own = s.count[pass][digit];
+      if (own > 0) atomicAdd(&s.above, own);
+    }
+  }
+}
+
+// The last rank that is chosen, and how many of those that equal it; false: no rank is. It ends as
+// soon as all ranks of a digit are chosen.
 template <class C>
 __device__ __forceinline__ bool find_rank(Smem<C>& s, const Row& r, float limit, u32& rank,
                                           u32& equal) {
@@ -325,33 +334,26 @@ __device__ __forceinline__ bool find_rank(Smem<C>& s, const Row& r, float limit,
   if constexpr (C::kBy == By::mass) {
     left = mass_left<C>(s, r, limit, top);
     if (left <= 0) room = 0;
-  } else {
-    __syncthreads();
   }
   rank = 0;
   for (u32 pass = 0; pass < kPasses; ++pass) {
-    count_digits<C>(s, r, pass, rank, top);
+    if (pass > 0 || C::kBy == By::mass) count_digits<C>(s, r, pass, rank, top);
     sync_row<C>();
     if constexpr (!kAlone<C>) {
       add_blocks<C>(s, pass);
       __syncthreads();
     }
-    if (threadIdx.x < 32) find_digit<C>(s, pass, room, left);
-    __syncthreads();
-    if (!s.found_any) return false;  // in the first pass, in every block of the row
+    const Found found = next_digit<C>(s, pass, room, left);
+    if (room == 0) return false;  // in the first pass, in every block of the row
     // What was asked for may be more than there is: then all of the last digit is taken.
-    if constexpr (C::kCluster == 1) {
-      if (threadIdx.x == 0) s.above += s.found_count;
-    } else {
-      for (u32 digit = s.found_digit + 1 + threadIdx.x; digit < kDigits; digit += C::kThreads) {
-        const u32 own = s.count[pass][digit];
-        if (own > 0) atomicAdd(&s.above, own);
-      }
+    add_above<C>(s, pass, found, room);
+    rank = rank << 8 | found.digit;
+    if (found.all) {
+      rank = below_digits(rank, pass);
+      equal = 0;
+      return true;
     }
-    room -= s.found_count;
-    left -= static_cast<long long>(s.found_mass);
-    rank = rank << 8 | s.found_digit;
-    // The next pass overwrites what was found behind its first barrier.
+    room -= found.before;
   }
   equal = room;
   if constexpr (C::kBy == By::mass) {
@@ -371,49 +373,16 @@ template <class C>
 __device__ __forceinline__ void place_part(Smem<C>& s, const Row& r, u32 own, u32 equal, u32& base,
                                            u32& taken, u32& count) {
   u32 ties_before = 0;
-  base = taken = count = 0;
+  base = taken = 0;
+  count = r.first;
   for (u32 rank = 0; rank < C::kCluster; ++rank) {
     const u32 ties = of_block<C>(&s.ties, rank);
     const u32 takes = min(ties, equal > ties_before ? equal - ties_before : 0);
     if (rank == own) base = count, taken = takes;
-    count += of_block<C>(&s.above, rank) + takes + forced_in(r, rank * r.part, part_count(r, rank));
+    count += of_block<C>(&s.above, rank) + takes;
     ties_before += ties;
   }
-}
-
-// A warp has neighbouring columns: first it counts, then it writes behind all warps before it.
-template <class C>
-__device__ __forceinline__ void write(Smem<C>& s, const Args& a, const Row& r, u32 row, u32 last,
-                                      u32 base, u32 taken) {
-  constexpr u32 kWarps = C::kThreads / 32;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, lower = (1u << lane) - 1;
-  const u32 step = (r.count + kWarps * 32 - 1) / (kWarps * 32) * 32;
-  const u32 begin = min(warp * step, r.count), end = min(begin + step, r.count);
-  u32 above = 0, ties = 0;
-  for (u32 i = begin + lane; i - lane < end; i += 32) {
-    const bool in = i < end, held = in && forced(r, r.begin + i);
-    const u32 rank = in ? s.ranks[i] : 0;
-    above += __popc(__ballot_sync(kAll, held || (in && rank > last)));
-    ties += __popc(__ballot_sync(kAll, in && !held && rank == last));
-  }
-  if (lane == 0) s.warp_above[warp] = above, s.warp_ties[warp] = ties;
-  __syncthreads();
-  u32 place = base, tie = 0;
-  for (u32 i = 0; i < warp; ++i) place += s.warp_above[i], tie += s.warp_ties[i];
-  place += min(tie, taken);
-  int* to = a.indices + static_cast<u64>(row) * a.width;
-  for (u32 i = begin + lane; i - lane < end; i += 32) {
-    const bool in = i < end, held = in && forced(r, r.begin + i);
-    const u32 rank = in ? s.ranks[i] : 0;
-    const bool same = in && !held && rank == last;
-    const u32 same_lanes = __ballot_sync(kAll, same);
-    const bool takes = same && tie + __popc(same_lanes & lower) < taken;
-    const u32 lanes = __ballot_sync(kAll, takes || held || (in && rank > last));
-    const u32 at = place + __popc(lanes & lower);
-    if ((lanes >> lane & 1) && at < a.width) to[at] = static_cast<int>(r.begin + i);
-    place += __popc(lanes);
-    tie += __popc(same_lanes);
-  }
+  count += r.last;
 }
 
 // Grid: a cluster along x for each row.
@@ -436,14 +405,12 @@ __device__ __forceinline__ void run(const Args& a) {
   sync_row<C>();
   u32 base, taken, count;
   place_part<C>(s, r, own, equal, base, taken, count);
-  write<C>(s, a, r, row, last, base, taken);
   int* to = a.indices + static_cast<u64>(row) * a.width;
-  for (u32 i = count + own * C::kThreads + threadIdx.x; i < a.width;
-       i += C::kCluster * C::kThreads) {
-    to[i] = -1;
-  }
+  write_chosen<C::kThreads>(s.tally, {s.ranks, r.begin, r.count}, {last, base, taken}, to, a.width);
+  write_ends(r, count, own * C::kThreads + threadIdx.x, C::kCluster * C::kThreads, to, a.width);
   if (own == 0 && threadIdx.x == 0) a.counts[row] = static_cast<int>(count);
-  if constexpr (C::kCluster > 1) cluster_sync();  // nobody leaves while its memory is read
+  // Nobody leaves while its memory is read: what was read is used above.
+  if constexpr (C::kCluster > 1) cluster_sync_relaxed();
 }
 
 }  // namespace select

@@ -72,11 +72,11 @@ def select(
     _check_scores(scores)
     columns, rows = scores.shape[-1], scores.shape[:-1]
     for name, value in (("sink", sink), ("recent", recent)):
-        _check_count(name, value)
-    width = _width(k, most, columns)
+        check_count(name, value)
+    width = width_of(k, most, columns)
     by, limits, number = _limit(top_p, threshold, scores)
-    ks, k_of_all = _row_numbers("k", k, scores, torch.int32)
-    ns, _ = _row_numbers("lengths", columns if lengths is None else lengths, scores, torch.int32)
+    ks, k_of_all = row_numbers("k", k, scores, torch.int32)
+    ns, _ = row_numbers("lengths", columns if lengths is None else lengths, scores, torch.int32)
     flat = scores.detach().reshape(rows.numel(), columns).contiguous()
     run = _run_on_gpu if flat.is_cuda and is_plain(flat) else traced
     sizes = [int(k_of_all), width, min(sink, columns), min(recent, columns)]
@@ -97,7 +97,7 @@ def _limit(top_p: Any, threshold: Any, scores: Tensor) -> tuple[str, Tensor | No
         by, name, wanted = "threshold", "threshold", threshold
     if isinstance(wanted, float) and abs(wanted) > torch.finfo(torch.float32).max:
         wanted = math.copysign(math.inf, wanted)  # as float32 has it
-    limits, number = _row_numbers(name, wanted, scores, torch.float32)
+    limits, number = row_numbers(name, wanted, scores, torch.float32)
     return by, limits, float(number)
 
 
@@ -116,27 +116,40 @@ def _check_scores(scores: object) -> None:
         )
 
 
-def _check_count(name: str, value: object, least: int = 0) -> None:
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Refuse what is no number of columns.
+
+    Raises:
+        ArgumentError: It is not.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LONGEST:
         raise ArgumentError(
             f"select: {name}={value!r}", need=f"a whole number from {least}", hint=str(least)
         )
 
 
-def _width(k: int | Tensor, most: int | None, columns: int) -> int:
-    """Columns of the result."""
+def width_of(k: int | Tensor, most: int | None, columns: int) -> int:
+    """Columns of the result.
+
+    Raises:
+        ArgumentError: A number that is none.
+    """
     if not isinstance(k, Tensor):
-        _check_count("k", k, 1)
+        check_count("k", k, 1)
     if most is not None:
-        _check_count("most", most, 1)
+        check_count("most", most, 1)
     largest = columns if isinstance(k, Tensor) else min(k, columns)
     return largest if most is None else min(most, largest) if columns else 0
 
 
-def _row_numbers(
+def row_numbers(
     name: str, value: Any, scores: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, float]:
-    """Numbers [rows] on the device of the scores; or none, and one for all rows."""
+    """Numbers [rows] on the device of the scores; or none, and one for all rows.
+
+    Raises:
+        ArgumentError: Neither one for each row nor one for all.
+    """
     rows = scores.shape[:-1]
     if not isinstance(value, Tensor):
         _check_number(name, value)

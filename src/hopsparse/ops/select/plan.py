@@ -56,7 +56,7 @@ class Shape:
         words = digits + 2 * masses
         words += words % 2  # 64-bit sums come next
         words += 2 * (_DIGITS + 2 * 32) + _DIGITS + 2 * 32 + 2 * (2 + 1) + 3 + 3
-        return 4 * (words + self.capacity)
+        return -(-4 * (words + self.capacity) // 16) * 16
 
 
 #: The first that is long enough has a row. One block where its barriers are cheaper than those of a

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ...formats.bsr import BSR
 from .fragments_kernel import FragmentConfig
+from .grains import grain_of
 from .kernel import Config
 from .op import decided, why_no_kernel
 from .plan import spec_of
-from .ready import class_of, ready, ready_fragments
+from .ready import class_of, layout_of
 
 
 def classes(max_tokens: int) -> Iterator[int]:
@@ -51,10 +52,8 @@ def prepare(w: BSR, max_tokens: int, *, act: str | None = None) -> bool:
     if chosen:
         configs = list(dict.fromkeys(each.config for each in chosen))
         _load(w, configs, act or "none")
-        if any(isinstance(config, Config) for config in configs):
-            ready(w)
-        if any(isinstance(config, FragmentConfig) for config in configs):
-            ready_fragments(w)
+        for grain in dict.fromkeys(map(grain_of, configs)):
+            layout_of(w).take(w, grain)
     return len(chosen) == len(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ...ranges import in_phase
 from ...tune import machine_of
 from .fragments_device import fragment_launch_for, run_fragments
 from .fragments_kernel import FragmentConfig
+from .grains import grain_of, grains_for
 from .kernel import SCALARS, Config
 from .launching import (
     BOUND,
@@ -29,19 +31,18 @@ from .launching import (
     loaded,
     on_16_bytes,
     readable,
-    rows_for_tma,
 )
-from .plan import Problem
-from .ready import keep_for_graph, layout_of, ready, takes_fragments
+from .plan import Decision, Problem
+from .ready import Ready, class_of, forget_decisions, keep_for_graph, layout_of
 from .schedule import raster_group, rows_of_x, token_tiles
 from .strips import Strips
 
 __all__ = [
     "Epilogue",
     "Launch",
+    "decide_on",
     "forget_launches",
     "launch_for",
-    "rows_for_tma",
     "run",
     "target_of",
 ]
@@ -172,7 +173,8 @@ def launch_for(
 
 
 def forget_launches() -> None:
-    """Plan every launch anew; kernels stay loaded."""
+    """Decide and plan every launch anew; kernels stay loaded, and weights laid out."""
+    forget_decisions()
     launch_for.cache_clear()
     fragment_launch_for.cache_clear()
     BOUND.clear()
@@ -199,26 +201,27 @@ def run(
         activation: One of `kernel.ACTIVATIONS`.
         alpha: What the sums are multiplied by.
         out_dtype: Of y.
-        config: The tile; None is the one that is predicted to be fastest.
+        config: The tile; None is the one that is measured, or predicted, to be fastest.
 
     Returns:
         [..., out], contiguous.
 
     Raises:
-        ArgumentError: `config` is a tile of other blocks.
+        ArgumentError: `config` is a tile that blocks of these sides cannot run.
     """
     (out, k), device = w.shape, x.get_device()
     y = x.new_empty((*x.shape[:-1], out), dtype=out_dtype)
     tokens = x.numel() // k
     if tokens == 0:
         return y
-    if config is None and takes_fragments(w.block):
-        config = _choice(w, Problem(tokens, out, k), device)
+    config = _tile(made := layout_of(w), w, tokens, device, config)
     if isinstance(config, FragmentConfig):
         epilogue = Epilogue(out_dtype, activation, residual is not None)
         return run_fragments(w, x, y, bias, residual, epilogue, alpha, config)
-    strips, values = ready(w)
-    keep_for_graph(w)
+    grain = grain_of(config)
+    strips, values = made.take(w, grain)
+    assert isinstance(strips, Strips)
+    keep_for_graph(w, grain)
     x, row = readable(x, k)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else on_16_bytes(residual)
@@ -228,30 +231,48 @@ def run(
     # All that a launch depends on, and nothing else: equal keys are the same launch.
     key = (
         *(pointers, x.data_ptr(), tokens, out, k, row, x.dtype, out_dtype, activation, alpha),
-        *(config, device, stream, strips.panels, strips.width),
+        *(config, device, stream),
     )
     bound = BOUND.get(key)
     if bound is None:
-        problem = Problem(tokens, out, k)
-        chosen = _strip_tile(config, w, problem, device)
         epilogue = Epilogue(out_dtype, activation, residual is not None)
-        launch = launch_for(problem, strips.lengths.numel(), x.dtype, epilogue, device, chosen)
+        problem, count = Problem(tokens, out, k), strips.lengths.numel()
+        launch = launch_for(problem, count, x.dtype, epilogue, device, config)
         bound = BOUND.keep(key, launch.bind(stream, x.data_ptr(), row, pointers, alpha))
     bound()
     return y
 
 
-def _choice(w: BSR, problem: Problem, device: int) -> Config | FragmentConfig:
-    return layout_of(w).decide(problem, NAMES[w.dtype], target_of(device)).config
+def decide_on(made: Ready, problem: Problem, dtype: torch.dtype, device: int) -> Decision:
+    """What runs on a GPU: what was tuned there, else what is predicted.
+
+    Args:
+        made: Of the weight.
+        problem: Sizes.
+        dtype: Of x and w.
+        device: Ordinal of the GPU.
+    """
+    return made.decide(problem, NAMES[dtype], target_of(device), machine_of(device))
 
 
-def _strip_tile(config: Config | None, w: BSR, problem: Problem, device: int) -> Config:
-    strips, chosen = layout_of(w).strips, config or _choice(w, problem, device)
-    assert isinstance(chosen, Config)  # Of blocks that have other tiles, `run` asked before.
-    if (chosen.panels, chosen.width) != (strips.panels, strips.width):
-        raise ArgumentError(
-            f"spmm_bsr: {chosen} for this weight",
-            need=f"a tile with panels={strips.panels}, width={strips.width}",
-            hint="config=None, which chooses one",
-        )
-    return chosen
+def _tile(
+    made: Ready, w: BSR, tokens: int, device: int, config: Config | FragmentConfig | None
+) -> Config | FragmentConfig:
+    """The tile that runs: the one that is asked for, if blocks can run it, or chosen."""
+    if config is None:
+        known = made.decided.get(class_of(tokens))
+        return (known or decide_on(made, Problem(tokens, *w.shape), w.dtype, device)).config
+    if grain_of(config) not in made.counts:
+        _refuse(config, w)
+    return config
+
+
+def _refuse(config: Config | FragmentConfig, w: BSR) -> NoReturn:
+    known = ", ".join(f"{rows} x {columns}" for rows, columns in grains_for(w.block))
+    rows, columns = grain_of(config)
+    raise ArgumentError(
+        f"spmm_bsr: {config}, of cells of {rows} x {columns}, for blocks of "
+        f"{w.block[0]} x {w.block[1]}",
+        need=f"a tile of cells of {known}",
+        hint="config=None, which chooses one",
+    )

@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from torch import Tensor
+
 from ...errors import UnsupportedError
 from ...formats.bsr import BSR
 from ...plan import Target
-from .fragments import TILE, fragments_of
+from .choose import by_model, predicted_by_tile
 from .fragments_cost import busy_clocks
 from .fragments_kernel import FragmentConfig
-from .kernel import STEP, Config
-from .plan import Decision, Problem, all_predicted_us, candidates, decide
-from .ready import takes_fragments
+from .grains import Counts, PieceCounts, counts_of, grain_of, grains_for, multiplied, stored
+from .kernel import Config
+from .plan import Decision, Problem
 from .schedule import loads, token_tiles
-from .strips import strips_of, width_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Explanation:
         problem: Sizes.
         target: The GPU.
         decision: The fastest kernel, and dense.
-        others: The other tiles and their predicted device times, the fastest first.
+        others: The other tiles, of every grain, and their predicted device times, the fastest
+            first.
         width: Columns that are gathered from one place.
         strips: Strips of the weight.
         multiplied: Part of the entries of w that is multiplied, what is filled up included.
@@ -91,42 +93,47 @@ def explain(w: BSR, tokens: int, target: Target) -> Explanation:
         >>> print(explain(w, 2048, TARGETS["h200"]).lines()[0])
         spmm_bsr, 8192 x 8192, 2048 tokens, h200: the kernel, tile 64x256x1x64_s5
     """
-    problem = Problem(tokens, *w.shape)
-    width = width_of(w.block)
-    if width is None:
+    problem, (out, k) = Problem(tokens, *w.shape), w.shape
+    counts = {grain: counts_of(w, grain) for grain in grains_for(w.block)}
+    if not counts:
         raise UnsupportedError(
             f"spmm_bsr: blocks of {w.block[0]} x {w.block[1]}",
             need="blocks of a multiple of 16 columns",
             hint="BSR.from_dense(w.to_dense(), (64, 64))",
         )
-    strips, (out, k) = strips_of(w), w.shape
-    fragments = fragments_of(w) if takes_fragments(w.block) else None
     dtype = str(w.dtype).removeprefix("torch.")
-    known = candidates(strips.panels, width)
-    decision = decide(strips.lengths, known, problem, dtype, target, fragments=fragments)
-    timed = all_predicted_us(strips.lengths, known, problem, target, fragments=fragments)
-    config = decision.config
-    if isinstance(config, Config):
-        count = strips.lengths.numel() * token_tiles(config, tokens)
-        work, _ = loads(strips.lengths, config, tokens, min(count, target.sm_count))
-        walked, filled = strips.steps * strips.rows * STEP, strips.filled
-    else:
-        assert fragments is not None  # a tile of it was chosen
-        width, work = TILE, busy_clocks(config, fragments, tokens, target.sm_count)
-        walked, filled = fragments.pieces * TILE * TILE * config.height, 1.0
-    moved = 2 * (strips.kept + tokens * (out + k))
+    decision = by_model(counts, w.block, problem, dtype, target)
+    timed = predicted_by_tile(counts, problem, target)
+    config, kept = decision.config, stored(w)
+    grain = grain_of(config)
+    work = _work(config, counts[grain], tokens, target.sm_count)
+    part = multiplied(w, grain, counts[grain])
     peak = target.dense_peak[dtype].sustained
     others = [each for each in timed.items() if each[0] != config]
-    count = ceil(out / config.rows)
     return Explanation(
         problem,
         target,
         decision,
         tuple(sorted(others, key=lambda each: each[1])),
-        width,
-        count,
-        walked / (config.rows * count * k),
-        filled,
-        float(work.max() / work.double().mean()),
-        1e6 * max(moved / target.read_bandwidth, 2 * strips.kept * tokens / peak),
+        grain[1],
+        ceil(out / config.rows),
+        part,
+        kept / (part * out * k) if part else 1.0,
+        float(work.max() / work.double().mean().clamp_min(1e-9)),
+        1e6
+        * max(
+            2 * (kept + tokens * (out + k)) / target.read_bandwidth,
+            2 * kept * tokens / peak,
+        ),
     )
+
+
+def _work(config: Config | FragmentConfig, counts: Counts, tokens: int, sm_count: int) -> Tensor:
+    """What every block of a grid has to do, in clocks or steps."""
+    if isinstance(config, FragmentConfig):
+        assert isinstance(counts, PieceCounts)
+        return busy_clocks(config, counts, tokens, sm_count)
+    assert not isinstance(counts, PieceCounts)
+    count = counts.lengths.numel() * token_tiles(config, tokens)
+    work, _ = loads(counts.lengths, config, tokens, min(count, sm_count))
+    return work

@@ -47,7 +47,8 @@ class Fragments:
         height: Fragments of a piece: a slot has 16 x as many rows.
         words: 8 x slab + column of each piece, int32 [pieces].
         source: Which 16 x 16 tile of the stored values each fragment is, int32 [pieces,
-            height]; tiles are counted by stored block, then rows, then columns.
+            height]; tiles are counted by stored block, then rows, then columns; one past the last
+            where nothing is stored, which a piece of two lower blocks may have.
         slots: First row, first piece, end of its pieces, 0, int32 [pairs, STRIPS, SLOTS, 4].
         slabs: Which slab of k each slab of a pair is, int32 [slabs of all pairs].
         pairs: Pair, its first slab, its number of slabs, 0: int32 [pairs, 4], the one with the most
@@ -90,36 +91,46 @@ class Fragments:
         shape = (count, height // TILE, 2, 8, width // TILE, 2, 4, 2)
         # Block, its rows of tiles, rows 8 apart, rows; columns of tiles, columns 8 apart, pairs.
         lanes = bits.view(shape).permute(0, 1, 4, 3, 6, 5, 2, 7).reshape(-1, 32, 8)
+        lanes = torch.cat([lanes, lanes.new_zeros(1, 32, 8)])
         return lanes[self.source.long()].view(values.dtype)
 
 
-def fragments_of(w: BSR) -> Fragments:
+def fragments_of(w: BSR, height: int | None = None) -> Fragments:
     """Lay out a weight whose blocks have multiples of 16 rows and columns.
 
     Reads counts back from the device of w.
 
     Args:
         w: [out, k], in any dtype.
+        height: Fragments of a piece, 1 or 2; None is `height_of` its blocks.
 
     Example:
         >>> w = BSR.from_dense(torch.eye(64, dtype=torch.bfloat16), (16, 16))
         >>> fragments_of(w).words[:4].tolist(), fragments_of(w).slots[0, 0, :4, 0].tolist()
         ([0, 1, 2, 3], [0, 16, 32, 48])
+        >>> fragments_of(w, height=2).slots[0, 0, :4, 1:3].tolist()
+        [[0, 2], [2, 4], [4, 4], [4, 4]]
     """
-    height = height_of(w.block)
+    height = height or height_of(w.block)
     assert height is not None  # Whoever chose this layout asked.
     (out, k), device = w.shape, w.device
-    row, column, tile = _pieces(w, height)
     rows, slots_of_pair = TILE * height, STRIPS * SLOTS
     pair_count = ceil(out / (rows * slots_of_pair))
     slab_count = ceil(k / SLAB)
+    tile_row, tile_column, tile = _tiles(w)
+    pieces, of_tile = torch.unique(
+        tile_row // height * (slab_count * COLUMNS) + tile_column, return_inverse=True
+    )
+    row, column = pieces // (slab_count * COLUMNS), pieces % (slab_count * COLUMNS)
+    nothing = w.values.numel() // (TILE * TILE)
+    source = torch.full((len(pieces), height), nothing, dtype=torch.int32, device=device)
+    source[of_tile, tile_row % height] = tile.to(torch.int32)
     keys, ordinal = torch.unique(
         row // slots_of_pair * slab_count + column // COLUMNS, return_inverse=True
     )
     walked = torch.bincount(keys // slab_count, minlength=pair_count)
     first_slab = walked.cumsum(0) - walked
     word = (ordinal - first_slab[row // slots_of_pair]) * COLUMNS + column % COLUMNS
-    order = (row * slab_count * COLUMNS + column).argsort(stable=True)
     counts = torch.bincount(row, minlength=pair_count * slots_of_pair)
     ends = counts.cumsum(0)
     slots = torch.stack(
@@ -129,12 +140,10 @@ def fragments_of(w: BSR) -> Fragments:
     of_strip = counts.view(pair_count, STRIPS, SLOTS).sum(2)
     by_work = of_strip.amax(1).argsort(descending=True, stable=True)
     pairs = torch.stack([by_work, first_slab[by_work], walked[by_work], 0 * by_work], 1)
-    below = torch.arange(height, device=device) * (w.block[1] // TILE)
-    source = tile[order][:, None] + below
     return Fragments(
         height,
-        word[order].to(torch.int32),
-        source.to(torch.int32),
+        word.to(torch.int32),
+        source,
         slots.view(pair_count, STRIPS, SLOTS, 4).to(torch.int32).contiguous(),
         (keys % slab_count).to(torch.int32),
         pairs.to(torch.int32).contiguous(),
@@ -143,18 +152,18 @@ def fragments_of(w: BSR) -> Fragments:
     )
 
 
-def _pieces(w: BSR, height: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every piece inside the matrix: its row in slots, its column in tiles, its first tile."""
+def _tiles(w: BSR) -> tuple[Tensor, Tensor, Tensor]:
+    """Every stored 16 x 16 tile inside the matrix: its row and its column in tiles, its number."""
     (block_height, block_width), (out, k), device = w.block, w.shape, w.device
-    down, across = block_height // (TILE * height), block_width // TILE
+    down, across = block_height // TILE, block_width // TILE
     kept = (w.indices >= 0).nonzero()[:, 0]
     block_row = torch.repeat_interleave(w.indptr.diff())[kept]
     below = torch.arange(down, device=device)[:, None]
     beside = torch.arange(across, device=device)[None, :]
     row = block_row[:, None, None] * down + below + 0 * beside
     column = w.indices[kept].long()[:, None, None] * across + 0 * below + beside
-    tile = (kept[:, None, None] * down + below) * height * across + beside
-    inside = (row * TILE * height < out) & (column * TILE < k)
+    tile = (kept[:, None, None] * down + below) * across + beside
+    inside = (row * TILE < out) & (column * TILE < k)
     return row[inside], column[inside], tile[inside]
 
 

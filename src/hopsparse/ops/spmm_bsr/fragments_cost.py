@@ -11,11 +11,12 @@ taken at 2,048 tokens only.
 from __future__ import annotations
 
 from math import ceil
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .fragments import SLAB, SLOTS, TILE, Fragments
+from .fragments import SLAB, SLOTS, TILE
 from .fragments_kernel import BEHIND, HELD, FragmentConfig
 from .schedule import (
     CLOCKS_US,
@@ -42,6 +43,26 @@ _NORM = 2.82  # low: the five hide each other badly
 _TILE_CLOCKS, _PIECE_CLOCKS = 1500.0, 92.0
 
 
+class Counted(Protocol):
+    """The part of `Fragments` that a cost is counted from."""
+
+    @property
+    def height(self) -> int:
+        """Fragments of a piece."""
+
+    @property
+    def pieces(self) -> int:
+        """Of all slots."""
+
+    @property
+    def counts(self) -> Tensor:
+        """Pieces of each strip, int64 [pairs, STRIPS], on the CPU."""
+
+    @property
+    def walked(self) -> Tensor:
+        """Slabs of each pair, int64 [pairs], on the CPU."""
+
+
 def rows_of_x(config: FragmentConfig, tokens: int) -> int:
     """Tokens that a block loads: its share of a tile, in atoms of 8.
 
@@ -53,7 +74,7 @@ def rows_of_x(config: FragmentConfig, tokens: int) -> int:
     return min(config.tokens // config.cluster, -(-each // _ATOM) * _ATOM)
 
 
-def item_clocks(config: FragmentConfig, w: Fragments, tokens: int) -> Tensor:
+def item_clocks(config: FragmentConfig, w: Counted, tokens: int) -> Tensor:
     """Of each strip by the tokens of a tile, float64 [pairs, STRIPS]."""
     pieces = w.counts.double()
     slabs = w.walked.double()[:, None].expand_as(pieces)
@@ -76,7 +97,7 @@ def item_clocks(config: FragmentConfig, w: Fragments, tokens: int) -> Tensor:
     return longest + stored
 
 
-def busy_clocks(config: FragmentConfig, w: Fragments, tokens: int, sm_count: int) -> Tensor:
+def busy_clocks(config: FragmentConfig, w: Counted, tokens: int, sm_count: int) -> Tensor:
     """Clocks of every cluster of a grid, float64 [clusters]."""
     # A cluster goes on to its next item when both of its blocks have done this one.
     each = item_clocks(config, w, tokens).view(-1, config.cluster).amax(1)
@@ -87,7 +108,7 @@ def busy_clocks(config: FragmentConfig, w: Fragments, tokens: int, sm_count: int
     return torch.zeros(clusters, dtype=torch.float64).index_add_(0, owner, each[ranks])
 
 
-def predicted_us(config: FragmentConfig, w: Fragments, problem: Problem, sm_count: int) -> float:
+def predicted_us(config: FragmentConfig, w: Counted, problem: Problem, sm_count: int) -> float:
     """Device time of one product.
 
     Args:

@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError
 from ...formats.bsr import BSR
 from ...launch import Bound, Kernel, current_stream, encode, max_active_blocks
 from .fragments import STRIPS, Fragments
 from .fragments_cost import rows_of_x
 from .fragments_kernel import SCALARS, FragmentConfig
+from .grains import grain_of
 from .launching import (
     BOUND,
     ELEMENTS,
@@ -27,7 +27,7 @@ from .launching import (
     readable,
 )
 from .plan import Problem
-from .ready import keep_for_graph, layout_of, ready_fragments
+from .ready import keep_for_graph, layout_of
 from .schedule import raster_group, token_tiles
 
 
@@ -160,18 +160,15 @@ def run_fragments(
         residual: As y, or None.
         epilogue: What happens to the sums.
         alpha: What they are multiplied by.
-        config: The tile.
+        config: The tile, of a grain that the weight has.
 
     Returns:
         y.
-
-    Raises:
-        ArgumentError: `config` is a tile of other blocks.
     """
-    _check_config(config, w)
-    (out, k), device = w.shape, x.get_device()
-    layout, values = ready_fragments(w)
-    keep_for_graph(w, fragments=True)
+    (out, k), device, grain = w.shape, x.get_device(), grain_of(config)
+    layout, values = layout_of(w).take(w, grain)
+    assert isinstance(layout, Fragments)
+    keep_for_graph(w, grain)
     tokens = x.numel() // k
     x, row = readable(x, k)
     bias = None if bias is None else bias.contiguous()
@@ -193,14 +190,3 @@ def run_fragments(
         bound = BOUND.keep(key, launch.bind(stream, x.data_ptr(), row, pointers, alpha))
     bound()
     return y
-
-
-def _check_config(config: FragmentConfig, w: BSR) -> None:
-    made = layout_of(w).fragments
-    if made is None or made.height != config.height:
-        need = "a Config of hopsparse.ops.spmm_bsr.kernel"
-        raise ArgumentError(
-            f"spmm_bsr: {config} for blocks of {w.block[0]} x {w.block[1]}",
-            need=need if made is None else f"a tile with height={made.height}",
-            hint="config=None, which chooses one",
-        )

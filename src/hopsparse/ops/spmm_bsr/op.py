@@ -38,7 +38,7 @@ def spmm_bsr(
     """Multiply by a block-sparse weight: y = act(alpha * x @ w.T + bias) + residual.
 
     On a Hopper GPU a weight of 16-bit values, in blocks of a multiple of 16 columns, runs as one
-    kernel where that is predicted to be faster than to decode w and multiply; `plan` says. Its
+    kernel where that was measured, or is predicted, to be faster than decoding; `plan` says. Its
     layout is made at the first call and kept as long as `w.values`. All else, and every call under
     torch.func or with dual numbers, decodes w. Differentiable in x, bias, residual and the kept
     values; gradients run dense. One graph under torch.compile, which always takes the kernel where
@@ -53,8 +53,8 @@ def spmm_bsr(
         alpha: What the product is multiplied by, before the bias; a number, and no tensor.
         residual: [..., out], device of x, in the dtype of the result, or None.
         out_dtype: Dtype of the result: that of x, or float32. None is that of x.
-        config: The kernel's tile, which then runs whatever is predicted; None chooses, as
-            torch.compile and gradients always do.
+        config: The kernel's tile, which then runs whatever is predicted, in its own grain of w
+            (`grains`); None chooses, as torch.compile and gradients always do.
 
     Returns:
         [..., out], dtype `out_dtype`, device of x.
@@ -163,10 +163,9 @@ def decided(w: BSR, x: Tensor) -> Decision:
     made, tokens = layout_of(w), max(1, x.numel() // w.shape[1])
     if (known := made.decided.get(class_of(tokens))) is not None:
         return known
-    from .device import target_of
+    from .device import decide_on
 
-    dtype = str(w.dtype).removeprefix("torch.")
-    return made.decide(Problem(tokens, *w.shape), dtype, target_of(x.get_device()))
+    return decide_on(made, Problem(tokens, *w.shape), w.dtype, x.get_device())
 
 
 def uses_kernel(w: BSR, x: Tensor, *, kept: bool = False) -> bool:
@@ -225,7 +224,7 @@ def _check_choices(alpha: object, config: object) -> None:
         raise ArgumentError(
             f"spmm_bsr: config of type {type(config).__name__}",
             need="a Config of hopsparse.ops.spmm_bsr.kernel, a FragmentConfig, or None",
-            hint="config=None, which chooses the one that is predicted to be fastest",
+            hint="config=None, which chooses the one that is measured, or predicted, to be fastest",
         )
     # A tensor could change after its number was packed into the arguments of a launch.
     if not torch.compiler.is_compiling() and not isinstance(alpha, Real):

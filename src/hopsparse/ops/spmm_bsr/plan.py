@@ -47,6 +47,8 @@ FRAGMENT_CANDIDATES: tuple[FragmentConfig, ...] = (
 # How much longer than predicted a kernel may take before dense would have been the better choice:
 # predictions of wgmma are within 7 % of every measured row, those of mma.sync within 6 %.
 _DOUBT, _DOUBT_OF_FRAGMENTS = 1.1, 1.07
+# How much faster dense must be measured to be: it keeps the decoded weight beside the blocks.
+_MARGIN = 1.02
 # cuBLAS on weights of mostly zeros, which take less power and so more clocks: 0.89 to 1.01 of the
 # sustained ceiling (spmm_bsr.jsonl), where it reaches 0.76 of it with numbers everywhere.
 _DENSE_SHARE = 1.0
@@ -58,19 +60,21 @@ _SASS_OF_FRAGMENTS = ("HMMA.16816.F32", "LDSM.16.M88.4", "UTMALDG", "USETMAXREG"
 
 @dataclass(frozen=True)
 class Decision:
-    """Which kernel is the fastest, and how long everything takes, predicted.
+    """Which kernel is the fastest, and how long everything takes.
 
     Attributes:
         config: The tile.
         kernel_us: Device time of its kernel.
         dense_us: Of PyTorch's product, by a weight that was decoded before.
-        decoding_us: Of decoding that weight.
+        decoding_us: Of decoding that weight, predicted.
+        measured: Whether the two times before it were measured, and not predicted.
     """
 
     config: Config | FragmentConfig
     kernel_us: float
     dense_us: float
     decoding_us: float
+    measured: bool = False
 
     def uses_kernel(self, *, kept: bool) -> bool:
         """Whether the kernel runs, and not the dense product.
@@ -79,14 +83,16 @@ class Decision:
             kept: Whether the decoded weight would be kept between calls.
         """
         dense_us = self.dense_us if kept else self.dense_us + self.decoding_us
+        if self.measured:
+            return self.kernel_us <= _MARGIN * dense_us
         return doubted_us(self.config, self.kernel_us) <= dense_us
 
     def why(self, *, kept: bool) -> str:
         """The two times, as a clause."""
         rest = "" if kept else f" and {self.decoding_us:.1f} to decode w"
         return (
-            f"tile {self.config.name} predicted {self.kernel_us:.1f} us, "
-            f"dense {self.dense_us:.1f}{rest}"
+            f"tile {self.config.name} {'measured' if self.measured else 'predicted'} "
+            f"{self.kernel_us:.1f} us, dense {self.dense_us:.1f}{rest}"
         )
 
     @property
@@ -146,8 +152,15 @@ def decide(
     if not timed:
         raise ArgumentError("spmm_bsr: no tile", need="one or more", hint="plan.candidates(1, 64)")
     best = min(timed, key=lambda config: doubted_us(config, timed[config]))
+    return Decision(
+        best, timed[best], dense_us(problem, dtype, target), decoding_us(problem, target)
+    )
+
+
+def decoding_us(problem: Problem, target: Target) -> float:
+    """Device and host time of decoding a weight for one call."""
     moved_us = 1e6 * _DECODING_BYTES * problem.out * problem.k / target.read_bandwidth
-    return Decision(best, timed[best], dense_us(problem, dtype, target), _DECODING_US + moved_us)
+    return _DECODING_US + moved_us
 
 
 def all_predicted_us(

@@ -13,10 +13,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...formats.bsr import BSR
 from ...launch import hold, is_capturing, is_holding
 from ...plan import Target
+from ...tune import Machine
 from .._product import check_capture, finish_decoding
-from .fragments import Fragments, fragments_of, height_of
-from .kernel import PANEL, STEP
-from .plan import Decision, Problem, candidates, decide
+from .choose import by_measurement, by_model
+from .fragments import TILE, Fragments, fragments_of
+from .grains import OF_FRAGMENTS, Counts, Grain, counts_of, digest, grains_for, own_grains
+from .kernel import PANEL
+from .plan import Decision, Problem
 from .strips import Strips, strips_of
 
 _HINT = (
@@ -52,48 +55,112 @@ class Packed:
 
 
 @dataclass(eq=False)
+class Laid:
+    """A weight in one grain.
+
+    Attributes:
+        layout: What a kernel walks.
+        packed: Its weights.
+    """
+
+    layout: Strips | Fragments
+    packed: Packed = field(default_factory=Packed)
+
+
+@dataclass(eq=False)
 class Ready:
     """What a launch reads of a weight.
 
     Attributes:
-        strips: Its layout for wgmma.
-        fragments: Its layout for the kernel of small blocks, where that may run.
-        by_strips: Its weights in the one layout.
-        by_fragments: In the other.
+        pattern: The weight without its values, which would keep it alive.
+        digest: What tuning results know it by.
+        counts: What it multiplies in each grain that it can run in.
+        laid: It in the grains that were asked for.
         decided: What runs, by tokens.
     """
 
-    strips: Strips
-    fragments: Fragments | None = None
-    by_strips: Packed = field(default_factory=Packed)
-    by_fragments: Packed = field(default_factory=Packed)
+    pattern: BSR
+    digest: str
+    counts: dict[Grain, Counts]
+    laid: dict[Grain, Laid] = field(default_factory=dict)
     decided: dict[int, Decision] = field(default_factory=dict)
 
     @property
-    def values(self) -> Tensor | None:
-        """The weights as strips, if they were laid out."""
-        return self.by_strips.values
+    def strips(self) -> Strips:
+        """Its layout for wgmma in its own grain."""
+        layout = self.in_grain(own_grains(self.pattern.block)[0]).layout
+        assert isinstance(layout, Strips)
+        return layout
 
-    def decide(self, problem: Problem, dtype: str, target: Target) -> Decision:
+    @property
+    def fragments(self) -> Fragments | None:
+        """Its layout for the kernel of small blocks in its own grain; None where it has none."""
+        own = own_grains(self.pattern.block)
+        if len(own) < 2:
+            return None
+        layout = self.in_grain(own[1]).layout
+        assert isinstance(layout, Fragments)
+        return layout
+
+    @property
+    def values(self) -> Tensor | None:
+        """The weights as strips of its own grain, if they were laid out."""
+        return self.in_grain(own_grains(self.pattern.block)[0]).packed.values
+
+    def in_grain(self, grain: Grain) -> Laid:
+        """It in a grain, one of `grains_for` its blocks; laid out where it was not yet.
+
+        Raises:
+            UnsupportedError: It was not, and a CUDA graph is being captured.
+        """
+        found = self.laid.get(grain)
+        if found is None:
+            check_capture(self.pattern, _HINT)
+            with torch.inference_mode(False), torch.no_grad():
+                if grain in OF_FRAGMENTS:
+                    found = Laid(fragments_of(self.pattern, grain[0] // TILE))
+                else:
+                    found = Laid(strips_of(self.pattern, grain[0] // PANEL, grain[1]))
+            finish_decoding(self.pattern.values)  # Calls on any stream may read it from now on.
+            self.laid[grain] = found
+        return found
+
+    def take(self, w: BSR, grain: Grain) -> tuple[Strips | Fragments, Tensor]:
+        """The weight in a grain, from the last call where its values were not changed since.
+
+        Args:
+            w: The weight that this was made of.
+            grain: One of `grains_for` its blocks.
+
+        Returns:
+            The layout, and the weights as its `pack` has them.
+
+        Raises:
+            UnsupportedError: It is laid out anew, and a CUDA graph is being captured.
+        """
+        laid = self.in_grain(grain)
+        return laid.layout, _packed(w, laid)
+
+    def decide(
+        self, problem: Problem, dtype: str, target: Target, machine: Machine | None = None
+    ) -> Decision:
         """What runs for a problem; the same for all tokens of a class.
 
         Args:
             problem: Sizes; those of w are the weight's.
             dtype: Of x and w.
             target: The GPU that the weight is on.
+            machine: The same, for what was tuned on its like; None goes by the cost model alone.
         """
         rounded = class_of(problem.tokens)
         found = self.decided.get(rounded)
         if found is None:
-            strips = self.strips
-            found = self.decided[rounded] = decide(
-                strips.lengths,
-                candidates(strips.panels, strips.width),
-                replace(problem, tokens=rounded),
-                dtype,
-                target,
-                fragments=self.fragments,
-            )
+            sizes = replace(problem, tokens=rounded)
+            if machine is not None:
+                found = by_measurement(self.digest, sizes, dtype, machine, target)
+            if found is None:
+                found = by_model(self.counts, self.pattern.block, sizes, dtype, target)
+            self.decided[rounded] = found
         return found
 
 
@@ -129,13 +196,13 @@ def layout_of(w: BSR) -> Ready:
 
 
 def takes_fragments(block: tuple[int, int]) -> bool:
-    """Whether the kernel of small blocks may run; not where wgmma multiplies no zeros.
+    """Whether the kernel of small blocks has a grain of its own: not where wgmma fills up nothing.
 
     Example:
         >>> takes_fragments((16, 16)), takes_fragments((64, 64)), takes_fragments((8, 16))
         (True, False, False)
     """
-    return height_of(block) is not None and bool(block[0] % PANEL or block[1] % STEP)
+    return len(own_grains(block)) > 1
 
 
 def ready(w: BSR) -> tuple[Strips, Tensor]:
@@ -155,8 +222,9 @@ def ready(w: BSR) -> tuple[Strips, Tensor]:
         >>> ready(w)[1] is ready(w)[1]
         True
     """
-    made = _known(w).ready
-    return made.strips, _packed(w, made.strips, made.by_strips)
+    layout, values = layout_of(w).take(w, own_grains(w.block)[0])
+    assert isinstance(layout, Strips)
+    return layout, values
 
 
 def ready_fragments(w: BSR) -> tuple[Fragments, Tensor]:
@@ -176,39 +244,46 @@ def ready_fragments(w: BSR) -> tuple[Fragments, Tensor]:
         >>> ready_fragments(w)[1].shape
         torch.Size([4, 1, 32, 8])
     """
-    made = _known(w).ready
-    assert made.fragments is not None  # Whoever chose this kernel asked.
-    return made.fragments, _packed(w, made.fragments, made.by_fragments)
+    layout, values = layout_of(w).take(w, own_grains(w.block)[1])
+    assert isinstance(layout, Fragments)  # Whoever chose this kernel asked.
+    return layout, values
 
 
-def _packed(w: BSR, layout: Strips | Fragments, packed: Packed) -> Tensor:
+def _packed(w: BSR, laid: Laid) -> Tensor:
+    packed = laid.packed
     if (values := packed.values) is not None and packed.version == w.values._version:
         return values
     check_capture(w, _HINT)
     version = w.values._version
     # A tensor made in inference mode could not be written again by a call outside it.
     with torch.inference_mode(False), torch.no_grad():
-        made = layout.pack(w.values)
+        made = laid.layout.pack(w.values)
         packed.values = values = made if values is None else values.copy_(made)
     finish_decoding(values)
     packed.version = version  # Last: other threads may take it from now on.
     return values
 
 
+def forget_decisions() -> None:
+    """Decide anew for every weight there is; layouts stay."""
+    for known in list(_KNOWN.values()):
+        known.ready.decided.clear()
+
+
 # What graphs read that nobody watches over.
 _CAPTURED: dict[int, _Known] = {}
 
 
-def keep_for_graph(w: BSR, *, fragments: bool = False) -> None:
+def keep_for_graph(w: BSR, grain: Grain | None = None) -> None:
     """Keep what a capture reads of a weight for as long as its graph, if one is under way.
 
     Args:
         w: As `ready` was given it.
-        fragments: Whether `ready_fragments` was.
+        grain: That it was taken in; None is its own of wgmma.
     """
     known: _Known = _KNOWN[w.values]
     if is_holding():
-        packed = known.ready.by_fragments if fragments else known.ready.by_strips
+        packed = known.ready.in_grain(grain or own_grains(w.block)[0]).packed
         hold(known, partial(known.is_current, w.values, packed))
     elif w.values.is_cuda and is_capturing(w.values.get_device()):
         _CAPTURED[id(known)] = known
@@ -228,8 +303,15 @@ def _known(w: BSR) -> _Known:
     check_capture(w, _HINT)
     w.check_indices()
     with torch.inference_mode(False), torch.no_grad():
-        fragments = fragments_of(w) if takes_fragments(w.block) else None
-        known = _Known(facts, (indices, indptr), Ready(strips_of(w), fragments))
+        pattern = _without_values(w)
+        counts = {grain: counts_of(pattern, grain) for grain in grains_for(w.block)}
+        known = _Known(facts, (indices, indptr), Ready(pattern, digest(pattern), counts))
     finish_decoding(w.values)  # Calls on any stream may read it from now on.
     _KNOWN[w.values] = known
     return known
+
+
+def _without_values(w: BSR) -> BSR:
+    """Shaped and placed as w, all of its values one number."""
+    values = torch.zeros((), dtype=w.dtype, device=w.device).expand(w.values.shape)
+    return BSR(w.shape, values, w.indices, w.indptr, w.block)

@@ -29,6 +29,7 @@ def coded_us(
         problem,
         sm_count,
         promoted=numbers.promoted or numbers.grouped,
+        widened_x=numbers.x == "int4",
         result_bytes=_BYTES.get(numbers.out, 1) / fold_of(activation),
     )
 

@@ -86,6 +86,20 @@ def prepare_coded(
     found = chooser.choices(
         problem, numbers, machine.sm_count, activation=activation, machine=machine
     )
+    prepare_found(chooser, found, problem, numbers, activation, has_residual, device)
+    return tuple(found)
+
+
+def prepare_found(
+    chooser: Chooser,
+    found: dict[Config, int],
+    problem: Problem,
+    numbers: Numbers,
+    activation: str,
+    has_residual: bool,
+    device: int,
+) -> None:
+    """Compile and load tiles, each with a token count that chooses it; the rest as above."""
     direct = stores_directly(problem.out // fold_of(activation), numbers.out)
     specs = [spec_of_numbers(each, numbers, activation, has_residual, direct) for each in found]
     # Side by side what is then loaded one after the other.
@@ -96,7 +110,6 @@ def prepare_coded(
     for tokens in found.values():
         each = replace(problem, tokens=tokens)
         coded_launch(chooser, each, numbers, activation, has_residual, device, None)
-    return tuple(found)
 
 
 def describe(

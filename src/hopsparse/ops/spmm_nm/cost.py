@@ -34,12 +34,19 @@ class Constants:
         tensor_share: Of the rate at which an instruction is bound by its operands alone.
         l2_bytes: That one SM gets in a clock.
         least_clocks: Of a unit.
+        widen_clocks: More, of a unit of a panel whose kept values are widened.
         unit_norm: Exponent of a unit's norm.
         tile_clocks: Of storing a tile, whatever its size.
         piece_clocks: Of 64 x 16 of it.
+        ways_clocks: Of adding the sums of one more warpgroup of a team.
+        way_piece_clocks: Of 64 x 16 of them.
         parts_clocks: Of adding parts of k.
         part_piece_clocks: Of 64 x 16 of one part.
         promote_clocks: Of waiting for the products of one stage, where sums are promoted.
+        widen_x_clocks: Of a unit of x that a block widens from 4 bits.
+        widen_token_clocks: More, of each token of it.
+        pass_us: Of one more launch, that widens x once for all blocks.
+        pass_bytes_us: Bytes that it reads and writes in a microsecond.
         memory_bytes_us: Bytes of memory that all SMs get in a microsecond.
         fixed_us: Of a launch.
         cluster_us: More, of one in clusters.
@@ -51,12 +58,19 @@ class Constants:
     tensor_share: float = 0.749
     l2_bytes: float = 74.0
     least_clocks: float = 145.0
+    widen_clocks: float = 60.0
     unit_norm: float = 4.8
     tile_clocks: float = 537.0
     piece_clocks: float = 37.6
+    ways_clocks: float = 100.0
+    way_piece_clocks: float = 70.0
     parts_clocks: float = 703.0
     part_piece_clocks: float = 294.0
     promote_clocks: float = 0.0
+    widen_x_clocks: float = 390.0
+    widen_token_clocks: float = 6.25
+    pass_us: float = 1.2
+    pass_bytes_us: float = 2.5e6
     memory_bytes_us: float = 3.91e6
     fixed_us: float = 2.05
     cluster_us: float = 0.29
@@ -64,6 +78,9 @@ class Constants:
     least_tokens: int = 1
 
 
+#: What widening x costs in a block follows from e4m3 2:4 x int4 in four_bits.jsonl: 420 to 520
+#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. What a pass of its own, and
+#: widening w, cost was not measured yet: that is from bytes and instructions.
 #: By bits of an entry, fitted to spmm_nm_candidates.jsonl and spmm_nm_scaled_candidates.jsonl of
 #: benchmarks/results/h200. What decides below 256 tokens is in 8 bits that of 16.
 FITTED = {
@@ -122,9 +139,9 @@ def counted(max_tokens: SupportsIndex) -> int:
 
 
 def stages_of_k(config: Config, problem: Problem) -> int:
-    """Stages that a block walks: its part of k, rounded up to an even number."""
+    """Stages that a block walks: its part of k, rounded up to an even number for each of a team."""
     stages = ceil(problem.k / (config.columns * config.cluster_k))
-    return stages + stages % 2
+    return -(-stages // (2 * config.ways)) * 2 * config.ways
 
 
 def suits(config: Config, problem: Problem, sm_count: int) -> bool:
@@ -182,18 +199,34 @@ def tiles(config: Config, problem: Problem) -> int:
     return out * tokens * config.cluster_tokens
 
 
-def unit_clocks(config: Config, tokens: int, *, promoted: bool = False) -> float:
+def widen_once_us(problem: Problem) -> float:
+    """Device time of a pass that widens x from 4 bits to 8, ahead of the product.
+
+    Example:
+        >>> round(widen_once_us(Problem(1024, 4096, 4096)), 1)
+        3.7
+    """
+    fitted = FITTED[8]
+    return fitted.pass_us + 1.5 * problem.tokens * problem.k / fitted.pass_bytes_us
+
+
+def unit_clocks(
+    config: Config, tokens: int, *, promoted: bool = False, widened_x: bool = False
+) -> float:
     """Clocks of one unit of k in one tile; of a problem of so many tokens."""
     fitted = FITTED[config.bits]
-    panels = config.warpgroups * config.panels
+    panels = config.all_panels
     # Two instructions a panel: tokens / 2 clocks each, and 16 in which its A is read.
     tensor = 2 * panels * (config.tokens / 2 + 16) / fitted.tensor_share
     values = panels * config.value_bytes / config.cluster_tokens + panels * 512 * config.words
     rows = rows_of_x(config, tokens) * 128
-    terms = [tensor, (values + rows) / fitted.l2_bytes, fitted.least_clocks]
+    least = fitted.least_clocks + config.panels * fitted.widen_clocks * config.four_bit_w
+    terms = [tensor, (values + rows) / fitted.l2_bytes, least / config.ways]
+    if widened_x:
+        terms.append(fitted.widen_x_clocks + fitted.widen_token_clocks * config.tokens)
     if promoted:  # An addition for each sum of a thread, once a stage.
         left = config.panels * config.tokens / 2 + fitted.promote_clocks
-        terms.append(tensor / config.warpgroups + left / config.units)
+        terms.append(tensor / config.warpgroups + left / (config.units * config.ways))
     return _norm(fitted.unit_norm, *terms)
 
 
@@ -203,6 +236,7 @@ def predicted_us(
     sm_count: int,
     *,
     promoted: bool = False,
+    widened_x: bool = False,
     result_bytes: float = 2.0,
 ) -> float:
     """Device time of one product.
@@ -212,6 +246,7 @@ def predicted_us(
         problem: Sizes.
         sm_count: SMs of the GPU.
         promoted: Whether sums leave the tensor cores at every stage.
+        widened_x: Whether every block widens its tokens from 4 bits.
         result_bytes: Of a token's result, for each row of w.
     """
     fitted = FITTED[config.bits]
@@ -219,9 +254,12 @@ def predicted_us(
     units = stages_of_k(config, problem) * config.units
     pieces = config.out // 64 * config.tokens / 16
     tile = fitted.tile_clocks + fitted.piece_clocks * pieces
+    if config.ways > 1:
+        tile += (config.ways - 1) * (fitted.ways_clocks + fitted.way_piece_clocks * pieces)
     if config.cluster_k > 1:
         tile += fitted.parts_clocks + fitted.part_piece_clocks * pieces * (config.cluster_k - 1)
-    clocks = waves * (units * unit_clocks(config, problem.tokens, promoted=promoted) + tile)
+    unit = unit_clocks(config, problem.tokens, promoted=promoted, widened_x=widened_x)
+    clocks = waves * (units * unit + tile)
     # Bytes of w an entry: half the values, 2 bits for each.
     stored = (4 if config.four_bit_w else config.bits) / 16 + 1 / 8
     moved = problem.out * (problem.k * stored + problem.tokens * result_bytes)

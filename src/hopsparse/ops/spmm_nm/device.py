@@ -29,6 +29,7 @@ from ...launch import (
 )
 from ...ranges import in_phase
 from ...tune import machine_of
+from .._rows import rows_for_tma
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
 from .facts import Epilogue as Epilogue
@@ -148,8 +149,12 @@ class Launch:
         ahead = self._stages_ahead if turn.early else 0
         scalars = SCALARS.pack(*pointers, *factors, *self.sizes, *layout, ahead)
         maps = self._x_map(x, row), self._values_map(values), self._meta_map(meta)
-        args = b"".join((*maps, scalars))
+        args = b"".join((*maps, scalars, self._more()))
         return self.kernel.bind(self.grid, args, turn.stream, pdl=turn.early)
+
+    def _more(self) -> bytes:
+        """What kernels that have more arguments get behind those of all."""
+        return b""
 
     def _x_map(self, address: int, row: int) -> bytes:
         if self.element is None:
@@ -169,7 +174,7 @@ class Launch:
             Element.U64,
             (size, panels, steps),
             (steps * size * 8, size * 8),
-            (size, c.warpgroups * c.panels, of_unit * c.units // c.cluster_tokens),
+            (size, c.all_panels, of_unit * c.units // c.cluster_tokens),
         )
 
     def _meta_map(self, address: int) -> bytes:
@@ -179,7 +184,7 @@ class Launch:
             Element.I32,
             (128, words, panels),
             (512, words * 512),
-            (128, c.units * c.words, c.warpgroups * c.panels),
+            (128, c.units * c.words, c.all_panels),
         )
 
     @property
@@ -263,6 +268,20 @@ def planned(
     direct = stores_directly(problem.out // fold_of(activation), numbers.out)
     spec = spec_of_numbers(config, numbers, activation, has_residual, direct)
     kernel = kernel_for(spec, device, lambda missing: KernelCache.default().get(missing).image)
+    grid, sizes = grid_of(kernel, config, problem)
+    return Launch(kernel, config, problem, ELEMENTS.get(numbers.x), grid, sizes)
+
+
+def grid_of(
+    kernel: Kernel, config: Config, problem: Problem
+) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    """Blocks of a launch, and what its kernel is told of the problem.
+
+    Args:
+        kernel: Loaded.
+        config: Its tile.
+        problem: Sizes.
+    """
     out_tiles = ceil(ceil(problem.out / config.out) / config.cluster_out)
     token_tiles = ceil(ceil(problem.tokens / config.tokens) / config.cluster_tokens)
     group = max(1, RASTER_TOKENS // (config.tokens * config.cluster_tokens))
@@ -272,14 +291,7 @@ def planned(
     if config.cluster_k == 1:
         clusters = min(clusters, max_active_clusters(kernel))
     sizes = (problem.tokens, problem.out, stages_of_k(config, problem), out_tiles, token_tiles)
-    return Launch(
-        kernel,
-        config,
-        problem,
-        ELEMENTS.get(numbers.x),
-        clusters * config.cluster,
-        (*sizes, group, rows_of_x(config, problem.tokens)),
-    )
+    return clusters * config.cluster, (*sizes, group, rows_of_x(config, problem.tokens))
 
 
 def forget_launches() -> None:
@@ -292,27 +304,6 @@ def forget_launches() -> None:
 def address_of(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
-    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
-
-    Args:
-        x: [..., k].
-        whole: Whether the last 16 bytes of a row are read whole, and its pitch in 32 bits.
-    """
-    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
-    tokens, k = rows.shape
-    if whole and (k % atom or rows.stride(0) >= 2**31):
-        return x.new_empty((tokens, -(-k // atom) * atom))[:, :k].copy_(rows)
-    strided = rows.stride(0) % atom if tokens > 1 else 0
-    if (rows.stride(1) == 1 or k == 1) and not strided and rows.data_ptr() % 16 == 0:
-        if tokens > 1 and rows.stride(0) >= k:
-            return rows
-        if tokens == 1:
-            return rows.as_strided((1, k), (-(-k // atom) * atom, 1))
-    padded = x.new_empty((tokens, -(-k // atom) * atom))[:, :k]
-    return padded.copy_(rows)
 
 
 @in_phase("sparse", "spmm_nm")
@@ -341,11 +332,37 @@ def run(
     Returns:
         [..., out], of swiglu [..., out / 2]; contiguous.
     """
+    y = x.new_empty((*x.shape[:-1], w.shape[0] // fold_of(activation)), dtype=out_dtype)
+    if y.numel():
+        enqueue(y, w, x, bias, residual, activation, alpha, config)
+    return y
+
+
+def enqueue(
+    y: Tensor,
+    w: NM,
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    alpha: float = 1,
+    config: Config | None = None,
+) -> None:
+    """`run` into memory that is there already; nothing is checked.
+
+    Args:
+        y: [..., out], contiguous, on 16 bytes, not empty; all is written.
+        w: As for `run`, like all the rest.
+        x: [..., k].
+        bias: [out] or None.
+        residual: As y, or None.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+        alpha: What the sums are multiplied by.
+        config: The tile; None chooses one.
+    """
     out, k = w.shape
-    y = x.new_empty((*x.shape[:-1], out // fold_of(activation)), dtype=out_dtype)
+    out_dtype = y.dtype
     tokens = x.numel() // k
-    if tokens == 0:
-        return y
     row = k
     if not x.is_contiguous() or k % 8 != 0 or x.data_ptr() % 16 != 0:
         x = rows_for_tma(x)
@@ -370,4 +387,3 @@ def run(
         launch = launch_for(Problem(tokens, out, k), x.dtype, epilogue, device, config)
         bound = _BOUND.keep(key, launch.bind(turn, key[0], row, key[1], alpha))
     bound()
-    return y

@@ -3,7 +3,8 @@
 //
 // wgmma.sp wants its sparse operand on the side of M = 64 rows: that is w, so a block computes a
 // tile of y transposed, out-features x tokens, and stores it back transposed.
-//   consumers  Config::kWarpgroups warpgroups, each kPanels panels of 64 out-features x kTokens
+//   consumers  Config::kWarpgroups warpgroups, each kPanels panels of 64 out-features x kTokens;
+//              kWays of them have the same ones, and take the stages in turn
 //   producer   one thread, which keeps kStages stages of kUnits units of k filled by TMA; a unit is
 //              128 bytes of a token: kWords times 64 columns, an index word of each for a thread;
 //              all its threads where x has 4 bits
@@ -18,6 +19,7 @@
 #include "epilogue/nibbles.cuh"
 #include "epilogue/value.cuh"
 #include "pipe/ring.cuh"
+#include "pipe/ways.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "ptx/global.cuh"
@@ -63,7 +65,8 @@ constexpr int kMostExperts = 256;
 
 template <class C>
 struct Smem {
-  static constexpr int kPanels = C::kWarpgroups * C::kPanels;
+  static constexpr int kTeams = C::kWarpgroups / C::kWays;  // warpgroups with panels of their own
+  static constexpr int kPanels = kTeams * C::kPanels;
   static constexpr u32 kX = C::kUnits * C::kTokens * kTokenBytes;
   // Kept values of 64 rows x one instruction; of 4 bits, of 64 rows x 64 columns.
   static constexpr u32 kStep = C::kFourW ? 1024 : 2048;
@@ -74,15 +77,18 @@ struct Smem {
 
   static constexpr u32 kValuesAt = C::kStages * kX;
   static constexpr u32 kStoreAt = kValuesAt + C::kStages * kValues;
-  static constexpr u32 kMetaAt = kStoreAt + 2 * C::kWarpgroups * kStore;
+  static constexpr u32 kMetaAt = kStoreAt + 2 * kTeams * kStore;
   static constexpr u32 kFullAt = kMetaAt + C::kStages * kMeta;
   static constexpr u32 kEmptyAt = kFullAt + C::kStages * 8;
   static constexpr u32 kPartsAt = kEmptyAt + C::kStages * 8;
   static constexpr u32 kExpertsAt = kPartsAt + (C::kClusterK > 1 ? 8 : 0);
-  static constexpr u32 kBytes = kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0);
 
-  // Sums of another block's part of k, where stages were.
+  // Sums of a part of k: of another block, where stages were; and of another warpgroup.
   static constexpr u32 kPart = kPanels * 64 * C::kTokens * 4;
+  static constexpr u32 kWaysAt = (kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0) + 15) / 16 * 16;
+  static constexpr u32 kBytes =
+      C::kWays > 1 ? kWaysAt + (C::kWays - 1) * kPart
+                   : kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0);
   static_assert((C::kClusterK - 1) * kPart <= kStoreAt);
 };
 
@@ -118,7 +124,7 @@ __device__ __forceinline__ void init_barriers(u32 smem) {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
       mbarrier_init(smem + S::kFullAt + s * 8, C::kFourX ? 1 + 4 : 1);
-      mbarrier_init(smem + S::kEmptyAt + s * 8, 4 * C::kWarpgroups * kReaders<C>);
+      mbarrier_init(smem + S::kEmptyAt + s * 8, 4 * S::kTeams * kReaders<C>);
     }
     if constexpr (C::kClusterK > 1) {
       mbarrier_init(smem + S::kPartsAt, 1);
@@ -212,7 +218,7 @@ __device__ __forceinline__ int row_of_panel(int half) {
 template <class C>
 struct Operands {
   u32 e[C::kPanels][C::kUnits * C::kWords];
-  u32 a[C::kFourW ? C::kPanels : 1][C::kFourW ? C::kUnits : 1][8];
+  u32 a[C::kFourW ? C::kPanels : 1][C::kFourW ? 2 * C::kUnits : 1][4];
 };
 
 }  // namespace spmm_nm
@@ -229,11 +235,7 @@ __device__ __forceinline__ void multiply_panels(u64 a, u64 b, const Operands<C>&
     u32 words[C::kWords];
 #pragma unroll
     for (int i = 0; i < C::kWords; ++i) words[i] = in.e[Panel][unit * C::kWords + i];
-    if constexpr (C::kFourW) {
-      C::template multiply<Panel>(in.a[Panel][unit], tokens, words);
-    } else {
-      C::template multiply<Panel>(values, tokens, words);
-    }
+    C::template multiply<Panel>(values, tokens, words);
     multiply_panels<C, Panel + 1>(a + (Smem<C>::kStep >> 4), b, in, unit);
   }
 }
@@ -265,31 +267,32 @@ __device__ __forceinline__ void issue_stage(Operands<C>& in, u32 smem, u32 wg,
   const u32 meta = smem + S::kMetaAt + ring.stage * S::kMeta +
                    wg * C::kPanels * kOfPanel * kWordBytes + index_word<C>() * 4;
   const u32 values = smem + S::kValuesAt + ring.stage * S::kValues + wg * C::kPanels * S::kStep;
-  const u64 a = core_matrix_descriptor(values, 128, 256);
   const u64 b = swizzled_descriptor(smem + ring.stage * S::kX);
   mbarrier_wait(smem + S::kFullAt + ring.stage * 8, ring.parity);
+  if constexpr (C::kFourW) {
+    issue_widened<C>(in, meta, values, b, scales);
+  } else {
 #pragma unroll
-  for (int p = 0; p < C::kPanels; ++p) {
+    for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll
-    for (int i = 0; i < kOfPanel; ++i) {
-      const u32 word = meta + (p * kOfPanel + i) * kWordBytes;
-      if constexpr (C::kFourW) {
-        in.e[p][i] = four_bit_indices<C>(word);
-        const u32 step = values + i * kStepsApart + p * S::kStep;
-        widen_step<C>(in.a[p][i / C::kWords], i, step, scales.of[p]);
-      } else {
-        in.e[p][i] = load_shared<0>(word);
+      for (int i = 0; i < kOfPanel; ++i) {
+        in.e[p][i] = load_shared<0>(meta + (p * kOfPanel + i) * kWordBytes);
       }
     }
-  }
-  wgmma_fence();
+    const u64 a = core_matrix_descriptor(values, 128, 256);
+    wgmma_fence();
 #pragma unroll
-  for (int u = 0; u < C::kUnits; ++u) {
-    const u64 bu = b + (u * C::kTokens * kTokenBytes >> 4);
-    multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, in, u);
+    for (int u = 0; u < C::kUnits; ++u) {
+      const u64 bu = b + (u * C::kTokens * kTokenBytes >> 4);
+      multiply_panels<C>(a + (2 * u * kStepsApart >> 4), bu, in, u);
+    }
+    wgmma_commit();
   }
-  wgmma_commit();
 }
+
+// Batches of a stage: one, or one for each instruction where the next one is widened meanwhile.
+template <class C>
+constexpr int kBatches = C::kFourW ? 2 * C::kUnits * C::kPanels : 1;
 
 // One stage; the stage before it is released once this one alone is in flight.
 template <class C>
@@ -297,9 +300,9 @@ __device__ __forceinline__ void multiply_stage(Operands<C>& in, u32 smem, u32 wg
                                                Ring<C::kStages>& ring, u32 freed, bool first,
                                                const FourBitScales<C>& scales) {
   issue_stage<C>(in, smem, wg, ring, scales);
-  wgmma_wait<1>();
-  if (!first) release<C>(freed, ring.previous());
-  ring.advance();
+  wgmma_wait<kBatches<C>>();
+  if (!first) release<C>(freed, previous<C::kWays>(ring));
+  advance<C::kWays>(ring);
 }
 
 // All of k in the registers of the tensor cores, which for 8-bit floats keep fewer bits of a sum
@@ -307,11 +310,12 @@ __device__ __forceinline__ void multiply_stage(Operands<C>& in, u32 smem, u32 wg
 template <class C>
 __device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem, u32 wg,
                                          Ring<C::kStages>& ring, u32 freed, int panel0,
-                                         int first_unit) {
+                                         int first_stage) {
   zero_panels<C>();
   Operands<C> in[2];
   FourBitScales<C> scales[2];
-  if constexpr (C::kFourW) scales[0].load(args, panel0, first_unit);
+  const FourBitRows<C> rows(args, panel0);
+  if constexpr (C::kFourW) scales[0].load(args, rows, first_stage * C::kUnits);
   // do, not while: a path around the loop makes ptxas copy the sums while they are in flight.
   int k = 0;
 #pragma unroll 1
@@ -319,15 +323,16 @@ __device__ __forceinline__ void sum_fast(const Args& args, Sums<C>& d, u32 smem,
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       if constexpr (C::kFourW) {  // of the stage after this one
-        scales[1 - odd].load(args, panel0, first_unit + (k + odd + 1) * C::kUnits);
+        const int next = first_stage + (k + odd + 1) * C::kWays;
+        scales[1 - odd].load(args, rows, next * C::kUnits);
       }
       multiply_stage<C>(in[odd], smem, wg, ring, freed, k + odd == 0, scales[odd]);
     }
     k += 2;
-  } while (k < args.stages_of_k);
+  } while (k * C::kWays < args.stages_of_k);
   wgmma_wait<0>();
   read_panels<C>(d);
-  release<C>(freed, ring.previous());
+  release<C>(freed, previous<C::kWays>(ring));
 }
 
 }  // namespace spmm_nm
@@ -346,7 +351,7 @@ namespace spmm_nm {
 template <class C>
 __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C> at) {
   using S = Smem<C>;
-  constexpr u32 kOfWarpgroup = S::kPart / C::kWarpgroups;
+  constexpr u32 kOfWarpgroup = S::kPart / S::kTeams;
   const u32 mine = smem + wg * kOfWarpgroup + threadIdx.x % 128 * 16;
   cluster_sync_relaxed();  // no block reads its stages any more
   if (at.part > 0) {
@@ -374,29 +379,73 @@ __device__ __forceinline__ void add_parts(Sums<C>& d, u32 smem, u32 wg, Place<C>
   }
 }
 
+// The sums of warpgroups that took stages in turn become one, in the first of a team: those of the
+// second, the third and on are added in this order. The others go on to the next tile meanwhile.
+template <class C>
+__device__ __forceinline__ void add_ways(Sums<C>& d, u32 smem, u32 team, u32 way, bool first,
+                                         bool last) {
+  using S = Smem<C>;
+  constexpr u32 kOfTeam = S::kPart / S::kTeams, kThreads = 128 * C::kWays;
+  const u32 full = 8 + 2 * team, free = full + 1;  // named barriers behind those of the epilogue
+  const u32 mine = smem + S::kWaysAt + team * kOfTeam + threadIdx.x % 128 * 16;
+  if (way > 0) {
+    if (!first) named_barrier<kThreads>(free);
+#pragma unroll
+    for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
+      const auto* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      store_shared_x4(mine + (way - 1) * S::kPart + i / 4 * 2048,
+                      {bits(sums[0]), bits(sums[1]), bits(sums[2]), bits(sums[3])});
+    }
+    arrive_at_barrier<kThreads>(full);
+    return;
+  }
+  named_barrier<kThreads>(full);
+#pragma unroll 1
+  for (int other = 0; other < C::kWays - 1; ++other) {
+#pragma unroll
+    for (int i = 0; i < C::kPanels * C::kTokens / 2; i += 4) {
+      auto* sums = &d[i / (C::kTokens / 2)][i % (C::kTokens / 2)];
+      const uint4 part = load_shared_x4(mine + other * S::kPart + i / 4 * 2048);
+      sums[0] += number<typename C::Total>(part.x), sums[1] += number<typename C::Total>(part.y);
+      sums[2] += number<typename C::Total>(part.z), sums[3] += number<typename C::Total>(part.w);
+    }
+  }
+  if (!last) arrive_at_barrier<kThreads>(free);
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Args& args, u32 smem, Place<C> at, u32 wg) {
+  const u32 team = wg / C::kWays, way = wg % C::kWays;
   const int tiles = tiles_in_all<C>(args, smem), step = gridDim.x / kBlocks<C>;
   const u32 freed = release_address<C>(smem, at);
   C::declare();
   Ring<C::kStages> ring;
+  ring.stage = way;
   u32 turn = 0;
   wait_for_previous();
   for (int index = blockIdx.x / kBlocks<C>; index < tiles; index += step) {
     const Origin from = origin_of<C>(args, smem, index, at);
     Sums<C> d;
-    const int panel0 = from.panel + wg * C::kPanels, first_stage = at.part * args.stages_of_k;
+    const int panel0 = from.panel + team * C::kPanels;
+    const int first_stage = at.part * args.stages_of_k + way;
     const Terms<C> terms(args, from, panel0);
     if constexpr (C::kPromoted) {
-      sum_promoted<C>(args, d, smem, wg, ring, freed, panel0, first_stage);
+      sum_promoted<C>(args, d, smem, team, ring, freed, panel0, first_stage);
     } else {
-      sum_fast<C>(args, d, smem, wg, ring, freed, panel0, first_stage * C::kUnits);
+      sum_fast<C>(args, d, smem, team, ring, freed, panel0, first_stage);
+    }
+    if constexpr (C::kWays > 1) {
+      add_ways<C>(d, smem, team, way, index < step, index + step >= tiles);
+      if (way > 0) {
+        if constexpr (C::kClusterK > 1) cluster_sync_relaxed();  // that of add_parts
+        continue;
+      }
     }
     if constexpr (C::kClusterK > 1) {
-      add_parts<C>(d, smem, wg, at);
+      add_parts<C>(d, smem, team, at);
       if (at.part > 0) return;
     }
-    store_tile<C>(args, d, smem, wg, turn, from, terms);
+    store_tile<C>(args, d, smem, team, turn, from, terms);
   }
 }
 

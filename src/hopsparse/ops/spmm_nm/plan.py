@@ -21,6 +21,8 @@ from .kernel import (
     spec_of_numbers,
     stores_directly,
 )
+from .widen import SASS as SASS_OF_WIDEN
+from .widen import widen_spec
 
 __all__ = [
     "CANDIDATES",
@@ -88,6 +90,8 @@ CANDIDATES: tuple[Config, ...] = (
 
 def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
+    if spec == widen_spec():
+        return SASS_OF_WIDEN
     return (_PRODUCTS.get(spec.name.split()[0], "QGMMA.SP"), *_SASS)
 
 
@@ -236,7 +240,10 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
-    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs()
+    specs.append(widen_spec())
+    from .windows.plan import window_specs  # It needs the tiles of this module.
+
+    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs() + window_specs()
 
 
 def _eight_bit_specs() -> list[KernelSpec]:
@@ -337,15 +344,41 @@ def four_bit(numbers: Numbers) -> tuple[Config, ...]:
         numbers: Dtypes; w is `int4`.
     """
     if numbers.grouped:
-        return tuple(
-            dict.fromkeys(
-                deepest(replace(config, stages=2, four_bit_w=True)) for config in eight_bit(numbers)
-            )
-        )
-    fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
-    fits = [c for c in fits if c.units % c.cluster_tokens == 0]
-    made = (deepest(replace(config, stages=2, four_bit_w=True)) for config in fits)
-    return tuple(dict.fromkeys(made))
+        fits = list(eight_bit(numbers))
+    else:
+        fits = [c for c in CANDIDATES if c.panels * c.tokens < 384]
+        fits = [c for c in fits if c.units % c.cluster_tokens == 0]
+    made = [deepest(replace(config, stages=2, four_bit_w=True)) for config in fits]
+    return tuple(dict.fromkeys(made + _in_turns(numbers)))
+
+
+# Warpgroups of a team, tokens, blocks that share a tile.
+_TEAMS = (
+    (2, 64, 1),
+    (3, 64, 1),
+    (3, 64, 2),
+    (3, 32, 1),
+    (3, 32, 2),
+    (3, 16, 1),
+    (3, 16, 2),
+    (3, 16, 4),
+)
+_MOST_STAGES_IN_TURNS = 24
+
+
+def _in_turns(numbers: Numbers) -> list[Config]:
+    """Tiles of few tokens that a team of consumers shares.
+
+    One consumer would widen a weight slower than it arrives. With 4 bits a stage is small, and each
+    of a team has two: so there are more of them.
+    """
+    units = 1 if numbers.grouped else 2
+    made = []
+    for ways, tokens, parts in _TEAMS:
+        sizes = (ways, 1, tokens, units, 2 * ways, 1, 1, parts)
+        config = Config(*sizes, bits=8 if numbers.grouped else 16, four_bit_w=True, ways=ways)
+        made.append(deepest(config, _MOST_STAGES_IN_TURNS))
+    return made
 
 
 @cache

@@ -26,11 +26,18 @@ struct GroupScales {
 };
 
 template <class C, bool Four = C::kFourW>
-struct StageScales : GroupScales<C> {};
+struct StageScales : GroupScales<C> {
+  __device__ __forceinline__ StageScales(const Args&, int) {}
+};
 template <class C>
 struct StageScales<C, true> : FourBitScales<C> {
+  const FourBitRows<C> rows;
+  __device__ __forceinline__ StageScales(const Args& args, int panel0) : rows(args, panel0) {}
+  __device__ __forceinline__ void load(const Args& args, int, int stage) {
+    FourBitScales<C>::load(args, rows, stage);
+  }
   __device__ __forceinline__ float at(int panel, int half) const {
-    return __uint_as_float(this->of[panel][half][0] & 0xFFFF0000);
+    return __uint_as_float(this->of[panel][half][0] << 16);
   }
 };
 
@@ -46,10 +53,10 @@ __device__ __forceinline__ void sum_promoted(const Args& args, Sums<C>& d, u32 s
 #pragma unroll
     for (int i = 0; i < C::kTokens / 2; ++i) d[p][i] = 0;
   }
-  StageScales<C> scale;
+  StageScales<C> scale(args, panel0);
   FourBitScales<C> none;  // kept values of 4 bits are scaled with their sums
 #pragma unroll 1
-  for (int k = 0; k < args.stages_of_k; ++k) {
+  for (int k = 0; k < args.stages_of_k; k += C::kWays) {
     if constexpr (C::kGrouped) scale.load(args, panel0, first_stage + k);
     zero_panels<C>();
     Operands<C> in;
@@ -58,7 +65,7 @@ __device__ __forceinline__ void sum_promoted(const Args& args, Sums<C>& d, u32 s
     typename C::Number part[C::kPanels][C::kTokens / 2];
     read_panels<C>(part);
     release<C>(freed, ring.stage);
-    ring.advance();
+    advance<C::kWays>(ring);
 #pragma unroll
     for (int p = 0; p < C::kPanels; ++p) {
 #pragma unroll

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ....formats.nm import NM
@@ -57,8 +59,10 @@ def prepare_scaled(
     if why_no_kernel(w, w.values) is not None:
         return ()
     from ..chosen import prepare_coded
+    from .widened import prepare_both
 
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
     numbers = numbers_of(w.dtype, of_x, call, groups_of_scale(scaling.w, w.shape[0]))
     problem, device = Problem(max_tokens, *w.shape), w.values.get_device()
-    return prepare_coded(SCALED, problem, numbers, activation, residual, device)
+    prepare = prepare_both if numbers.x == "int4" else partial(prepare_coded, SCALED)
+    return prepare(problem, numbers, activation, residual, device)

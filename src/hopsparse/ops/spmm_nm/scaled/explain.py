@@ -9,11 +9,11 @@ from ....measure.product import Product
 from ....plan import Target
 from ....tune import Machine
 from ..coded_explain import explain_coded
-from ..cost import Problem
+from ..cost import Problem, widen_once_us
 from ..explain import Explanation, Floors
 from ..kernel import Numbers
 from .dispatch import GROUP
-from .plan import SCALED, codes_of, sums_of
+from .plan import SCALED, as_widened, codes_of, sums_of, widens_once
 
 _SCHEMES = {"int8": "int8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "int4": "int4"}
 
@@ -61,14 +61,18 @@ def explain_scaled(
         (43.4, 'exact')
     """
     product, sums = _product(problem, numbers), sums_of(numbers)
-    found = explain_coded(SCALED, problem, numbers, product, gpu, machine=machine, others=others)
+    sm_count = gpu.sm_count if machine is None else machine.sm_count
+    once = widens_once(problem, numbers, sm_count, machine=machine)
+    runs = as_widened(numbers) if once else numbers
+    found = explain_coded(SCALED, problem, runs, product, gpu, machine=machine, others=others)
+    ahead = f"x is widened once ahead of it, in {widen_once_us(problem):.1f} us predicted"
     return replace(
         found,
         dtype=codes_of(numbers),
         floors=_floors(found.floors, problem, numbers, gpu),
         sums=sums,
         dense_when=CODES_RUN_DENSE_WHEN,
-        cautions=_OF_CALLS.get(sums, ()),
+        cautions=(*((ahead,) if once else ()), *_OF_CALLS.get(sums, ())),
     )
 
 

@@ -79,17 +79,18 @@ def spmm_nm_scaled(
 ) -> Tensor:
     """Multiply 8-bit codes by a 2:4 weight of codes, scale, and finish, in one launch.
 
-    On a Hopper GPU a 2:4 or 1:4 weight runs as one kernel, whatever the shape; all else decodes w
-    and multiplies in float32. Integer sums are exact in int32. NaN and infinity of 8-bit floats and
-    of scales reach the result; one in 8 bits has no infinity, which becomes the largest code, and
-    in int8 NaN is 0. No gradients: codes have none.
+    On a Hopper GPU a 2:4 or 1:4 weight runs as one kernel, whatever the shape (x of 4 bits as two
+    where that is predicted to be faster); all else decodes w and multiplies in float32. Integer
+    sums are exact in int32. NaN and infinity of 8-bit floats and of scales reach the result; one in
+    8 bits has no infinity, which becomes the largest code, and in int8 NaN is 0. No gradients:
+    codes have none.
 
     Args:
         w: [out, k] of int8 or float8_e4m3fn.
         x: [..., k] of int8, or for a float8_e4m3fn weight of float8_e4m3fn or float8_e5m2; or for
             the latter int8 [..., k / 2], two int4 codes a byte, as `quantize_rows(x, "int4")` makes
-            them: the kernel widens them to E4M3, exactly. Any strides; rows that do not start on 16
-            bytes, or that are transposed, are copied.
+            them: they are widened to E4M3, exactly, in every tile or once ahead. Any strides; rows
+            that do not start on 16 bytes, or that are transposed, are copied.
         scaling: Scales, and how to add.
         bias: [out], of out_dtype where that is 16-bit, else float32; or None.
         act: `relu`, `gelu` (with erf), `gelu_tanh`, `silu` or None; or `swiglu`, silu(gate) * up of
@@ -197,13 +198,21 @@ def plan_scaled(
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_nm_scaled", "dense", f"{reason}; w is decoded at every call")
     from ..chosen import describe
-    from .plan import SCALED, sums_of
+    from .plan import SCALED, as_widened, sums_of
 
     call = Call(scaling.sums, activation, scaling.out, out_dtype)
     numbers = numbers_of(w.dtype, x.dtype, call, groups_of_scale(scaling.w, w.shape[0]))
     problem = Problem(max(1, x.numel() // max(1, x.shape[-1])), *w.shape)
-    tile = describe(SCALED, problem, numbers, activation, x.get_device())
-    return Plan("spmm_nm_scaled", "kernel", f"{tile}; {sums_of(numbers)} sums")
+    where, ahead, behind = x.get_device(), "", ""
+    if numbers.x == "int4":
+        from .widened import widens_here
+
+        if widens_here(problem, numbers, activation, where):
+            ahead, numbers = "x widened to float8_e4m3fn once, then ", as_widened(numbers)
+        else:
+            behind = ", which widens x"
+    tile = describe(SCALED, problem, numbers, activation, where)
+    return Plan("spmm_nm_scaled", "kernel", f"{ahead}{tile}{behind}; {sums_of(numbers)} sums")
 
 
 def why_no_kernel(w: NM, x: Tensor) -> str | None:

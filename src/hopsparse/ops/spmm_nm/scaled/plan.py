@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....errors import ArgumentError
-from ..chooser import Chooser
+from ....tune import Machine
+from ..chooser import Chooser, coded_us
+from ..cost import Problem, widen_once_us
 from ..kernel import Numbers
 from ..plan import eight_bit
+from ..widen import MOST_PIECES, pieces_of
 
 #: Codes that can be multiplied, those of x behind a stroke where they are others; and how sums of
 #: 8-bit floats are taken.
@@ -87,3 +90,44 @@ choices_scaled = SCALED.choices
 tuned_scaled = SCALED.tuned
 scaled_key = SCALED.key
 scaled_versions = SCALED.versions
+
+
+def as_widened(numbers: Numbers) -> Numbers:
+    """What the product computes with where x was widened ahead of it."""
+    return replace(numbers, x="float8_e4m3fn")
+
+
+def widens_once(
+    problem: Problem,
+    numbers: Numbers,
+    sm_count: int,
+    *,
+    activation: str = "none",
+    machine: Machine | None = None,
+) -> bool:
+    """Whether x of 4 bits becomes E4M3 once, in a pass of its own, and not in every tile.
+
+    It does where the pass and the product behind it are predicted to be faster; of each the tile
+    that runs. As tiles are, it is the same for all token counts that round up to a multiple of 16.
+
+    Args:
+        problem: Sizes, all positive.
+        numbers: Dtypes, and how sums are taken.
+        sm_count: SMs of the GPU.
+        activation: One of `kernel.ACTIVATIONS`, or `kernel.SWIGLU`.
+        machine: The GPU, for what was tuned on its like; None goes by the cost model alone.
+
+    Example:
+        >>> numbers = numbers_for("float8_e4m3fn/int4")
+        >>> [widens_once(Problem(1024, out, 4096), numbers, 132) for out in (64, 4096)]
+        [False, True]
+    """
+    if numbers.x != "int4" or problem.tokens * pieces_of(problem.k) > MOST_PIECES:
+        return False
+    rounded = replace(problem, tokens=-(-problem.tokens // 16) * 16)
+
+    def product_us(of: Numbers) -> float:
+        chosen = SCALED.choose(rounded, of, sm_count, activation=activation, machine=machine)
+        return coded_us(chosen, rounded, of, sm_count, activation)
+
+    return widen_once_us(rounded) + product_us(as_widened(numbers)) < product_us(numbers)

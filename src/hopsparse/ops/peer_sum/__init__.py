@@ -1,0 +1,1 @@
+"""Sums and columns that several GPUs hold parts of, read over NVLink by one kernel."""

@@ -1,0 +1,139 @@
+"""What is verified of spmm_bsr: cases, every tile of both kernels, epilogues and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from ...formats.bsr import BSR
+from ...formats.pattern import BlockPattern, parse_pattern
+from ...verify import Check, Trial, dense_weight, small_integers
+from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
+from .._product import Case
+from .cases import EDGE, SMOKE
+from .fragments_kernel import FragmentConfig
+from .kernel import ACTIVATIONS, Config
+from .op import spmm_bsr
+from .plan import CANDIDATES, FRAGMENT_CANDIDATES, candidates
+from .reference import apply_activation
+from .strips import panels_of, width_of
+
+_OP = "spmm_bsr"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# tokens, out, k: ragged on all sides; long rows; rows of y that are no whole lines.
+_SHAPES = ((130, 520, 656), (33, 200, 4160), (70, 70, 2064))
+# More items than blocks that run at once, and more steps of each than a ring has stages.
+_TURNS = ((1030, 2064, 2080),)
+_Tile = Config | FragmentConfig
+
+
+def checks() -> Iterator[Check]:
+    """Every case and dtype by the tile that suits it, every tile, epilogues."""
+    for case in SMOKE + EDGE:
+        pattern = parse_pattern(case.pattern)
+        assert isinstance(pattern, BlockPattern)
+        for dtype in _DTYPES:
+            kernel = dtype.itemsize == 2 and case.tokens > 0
+            trials = partial(_of_case, case, pattern, dtype)
+            block = f"{pattern.rows}x{pattern.cols}"
+            yield _check(case.name, dtype, trials, block, kernel, quick=dtype != torch.float16)
+    tiles: tuple[_Tile, ...] = (*CANDIDATES, *FRAGMENT_CANDIDATES)
+    for config in tiles:
+        for dtype in _DTYPES[:2]:
+            quick = dtype == torch.bfloat16 and config in (*CANDIDATES[::5], *_FEW)
+            trials = partial(_of_tile, config, dtype, _SHAPES)
+            yield _check(f"tile-{config.name}", dtype, trials, _side(config), quick=quick)
+        trials = partial(_of_tile, config, torch.bfloat16, _TURNS)
+        yield _check(f"tile-{config.name}-turns", torch.bfloat16, trials, _side(config))
+    few: tuple[_Tile, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
+    for config in few:
+        for act in ACTIVATIONS:
+            trials = partial(_epilogues, config, act)
+            name = f"act-{act}-{config.name}"
+            yield _check(name, torch.bfloat16, trials, _side(config), quick=act == "silu")
+        trials = partial(_strides, config)
+        yield _check(f"strides-{config.name}", torch.bfloat16, trials, _side(config))
+
+
+_FEW = FRAGMENT_CANDIDATES[::3]
+
+
+def _check(
+    case: str,
+    dtype: torch.dtype,
+    trials: partial[Iterator[Trial]],
+    block: str,
+    kernel: bool = True,
+    quick: bool = False,
+) -> Check:
+    name = str(dtype).removeprefix("torch.")
+    return Check(_OP, case, name, f"bsr-{block}", trials, kernel, quick, only_gpu="tile-" in case)
+
+
+def _side(config: _Tile) -> str:
+    return "x".join(map(str, _block_of(config)))
+
+
+def _block_of(config: _Tile) -> tuple[int, int]:
+    if isinstance(config, FragmentConfig):
+        return 16 * config.height, 16 * config.height
+    return (128, 128) if config.panels == 2 else (config.width, config.width)
+
+
+def _tile_for(block: tuple[int, int]) -> Config:
+    width = width_of(block)
+    assert width is not None
+    return candidates(panels_of(block), width)[-1]
+
+
+def _of_case(
+    case: Case, pattern: BlockPattern, dtype: torch.dtype, device: torch.device
+) -> Iterator[Trial]:
+    """Exact with a bias, then random numbers in bound."""
+    block = (pattern.rows, pattern.cols)
+    dense = dense_weight((case.out, case.k), pattern, dtype).to(device)
+    x = small_integers((case.tokens, case.k), dtype).to(device)
+    bias = small_integers((case.out,), dtype, 9).to(device)
+    # A plan may find dense faster; a tile that is named runs the kernel.
+    config = _tile_for(block) if dtype.itemsize == 2 and device.type == "cuda" else None
+    yield exact_trial(
+        partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense, bias
+    )
+    dense = (dense * torch.rand(dense.shape).to(device)).to(dtype)
+    x = torch.randn(x.shape).to(device, dtype)
+    yield bounded_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
+
+
+def _of_tile(
+    config: _Tile,
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, int, int], ...],
+    device: torch.device,
+) -> Iterator[Trial]:
+    block = _block_of(config)
+    pattern = BlockPattern(*block, 0.6)
+    for tokens, out, k in shapes:
+        dense = dense_weight((out, k), pattern, dtype).to(device)
+        x = small_integers((tokens, k), dtype).to(device)
+        yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
+
+
+def _epilogues(config: _Tile, act: str, device: torch.device) -> Iterator[Trial]:
+    block = _block_of(config)
+    chosen = config if device.type == "cuda" else None
+    for out in (192, 70):
+        dense = dense_weight((out, 160), BlockPattern(*block, 0.5), torch.bfloat16).to(device)
+        x = small_integers((75, 160), torch.bfloat16).to(device)
+        run = partial(spmm_bsr, BSR.from_dense(dense, block), config=chosen)
+        for kind in (torch.bfloat16, torch.float32):
+            yield epilogue_trial(run, x, dense, act, kind, apply_activation)
+
+
+def _strides(config: _Tile, device: torch.device) -> Iterator[Trial]:
+    block = _block_of(config)
+    chosen = config if device.type == "cuda" else None
+    dense = dense_weight((256, 256), BlockPattern(*block, 0.5), torch.bfloat16, 1).to(device)
+    for x in strided(256, torch.bfloat16, device):
+        yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=chosen), x, dense)

@@ -1,0 +1,95 @@
+"""What is verified of spmm_nm_experts: ways of sharing tokens, every tile, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ....formats.nm import NM
+from ....formats.pattern import NMPattern
+from ....measure.error import finish_bound
+from ....verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ..kernel import ACTIVATIONS, Config
+from ..plan import for_experts
+from ..reference import apply_activation
+from .op import spmm_nm_experts
+
+_OP = "spmm_nm_experts"
+_DTYPES = (torch.bfloat16, torch.float16)
+# Tokens of each expert, tokens that none has, out, k: even; some without; one each; one has all;
+# none has any; more experts than SMs.
+_SHARINGS = {
+    "even": ([256, 256], 0, 256, 256),
+    "uneven": ([0, 213, 0, 0, 7, 1, 0], 0, 320, 1096),
+    "one-each": ([1] * 8, 3, 64, 64),
+    "one-has-all": ([0, 0, 300], 5, 192, 512),
+    "nobody": ([0, 0], 33, 128, 128),
+    "many": ([2] * 150, 0, 64, 448),
+}
+
+
+def checks() -> Iterator[Check]:
+    """Every sharing by the tile that is chosen, one of them by every tile, activations."""
+    for dtype in _DTYPES:
+        for name in _SHARINGS:
+            trials = partial(_exact, (name,), None, dtype)
+            yield _check(name, dtype, trials, quick=dtype == torch.bfloat16)
+        for config in for_experts():
+            trials = partial(_exact, ("uneven", "one-has-all"), config, dtype)
+            quick = config in for_experts()[::9] and dtype == torch.bfloat16
+            yield _check(f"tile-{config.name}", dtype, trials, quick=quick)
+        for act in ACTIVATIONS:
+            quick = act == "silu" and dtype == torch.float16
+            yield _check(f"act-{act}", dtype, partial(_activated, act, dtype), quick=quick)
+
+
+def _check(case: str, dtype: torch.dtype, trials: partial[Iterator[Trial]], quick: bool) -> Check:
+    name = str(dtype).removeprefix("torch.")
+    return Check(_OP, case, name, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+
+
+def _problem(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w dense, ends, and the sums in float64; zeros where no expert has the token."""
+    counts, nobodys, out, k = _SHARINGS[name]
+    dense = dense_weight((len(counts) * out, k), NMPattern(2, 4), dtype)
+    x = small_integers((sum(counts) + nobodys, k), dtype)
+    offs = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    right = torch.zeros(len(x), out, dtype=torch.float64)
+    for expert, (begin, end) in enumerate(pairwise([0, *offs.tolist()])):
+        right[begin:end] = wide_integers(x[begin:end], dense.view(len(counts), out, k)[expert])
+    return x, dense, offs, right
+
+
+def _exact(
+    names: tuple[str, ...], config: Config | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[Trial]:
+    for name in names:
+        x, dense, offs, right = _problem(name, dtype)
+        w = NM.from_dense(dense.to(device))
+        run = partial(spmm_nm_experts, w, x.to(device), offs.to(device), config=config)
+        yield Trial(run, [Expected(right.to(dtype).double(), dtype)])
+
+
+def _activated(act: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
+    x, dense, offs, sums = _problem("uneven", dtype)
+    out = sums.shape[1]
+    bias = torch.randn(len(offs), out).to(dtype)
+    for expert, (begin, end) in enumerate(pairwise([0, *offs.tolist()])):
+        sums[begin:end] += bias[expert].double()
+    right = apply_activation(sums, act)
+    for kind in (dtype, torch.float32):
+        slack = finish_bound(sums.abs(), right, torch.zeros(()), kind)
+        run = partial(
+            spmm_nm_experts,
+            NM.from_dense(dense.to(device)),
+            x.to(device),
+            offs.to(device),
+            bias=bias.to(device),
+            act=None if act == "none" else act,
+            out_dtype=kind,
+        )
+        yield Trial(run, [Expected(right, kind, slack)])

@@ -1,0 +1,148 @@
+"""What is verified of spmm_nm_scaled: ways of numbers, every tile, scales, results in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....formats.nm import NM
+from ....formats.pattern import NMPattern
+from ....formats.quantized import pack_nibbles
+from ....measure.error import finish_bound
+from ....verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ..kernel import Config, Numbers
+from ..plan import eight_bit
+from ..reference import apply_activation
+from .op import Scaling, spmm_nm_scaled
+
+_OP = "spmm_nm_scaled"
+_Trials = Callable[[torch.device], Iterator[Trial]]
+_E4M3 = torch.float8_e4m3fn
+_FP8, _INT8 = "float8_e4m3fn", "int8"
+_TWO_FOUR = NMPattern(2, 4)
+_KINDS = {
+    "int8": (torch.int8, Scaling(), Numbers(_INT8, _INT8, "bfloat16")),
+    "e4m3-fast": (_E4M3, Scaling(sums="fast"), Numbers(_FP8, _FP8, "bfloat16")),
+    "e4m3-promoted": (_E4M3, Scaling(), Numbers(_FP8, _FP8, "bfloat16", promoted=True)),
+    "e4m3-grouped": (_E4M3, Scaling(), Numbers(_FP8, _FP8, "bfloat16", grouped=True)),
+    "e4m3-int4-fast": (_E4M3, Scaling(sums="fast"), Numbers(_FP8, "int4", "bfloat16")),
+    "e4m3-int4-promoted": (_E4M3, Scaling(), Numbers(_FP8, "int4", "bfloat16", promoted=True)),
+}
+# tokens, out, k: a tile; ragged on all sides; one token; rows that TMA cannot read as they are.
+_SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
+
+
+def checks() -> Iterator[Check]:
+    """Every kind of numbers, by the tile that is chosen and by every tile."""
+    for kind, (_, _, numbers) in _KINDS.items():
+        for tokens, out, k in _SHAPES:
+            trials = partial(_exact, kind, ((tokens, out, k),), None)
+            yield _check(f"{tokens}x{out}x{k}", kind, trials, quick=True)
+        tiles = eight_bit(numbers)
+        for config in tiles:
+            trials = partial(_exact, kind, (_SHAPES[1], _SHAPES[3]), config)
+            yield _check(f"tile-{config.name}", kind, trials, quick=config in tiles[::8])
+    for kind in ("int8", "e4m3-promoted", "e4m3-fast"):
+        for act in ("none", "relu", "gelu", "silu"):
+            yield _check(f"act-{act}", kind, partial(_epilogues, kind, act), quick=act == "gelu")
+    for kind in ("int8", "e4m3-promoted"):
+        yield _check("codes-out", kind, partial(_codes, kind), quick=True)
+    yield _check("ends-of-int8", "int8", _ends, quick=True)
+
+
+def _check(case: str, kind: str, trials: _Trials, quick: bool) -> Check:
+    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+
+
+def _inputs(kind: str, tokens: int, k: int) -> tuple[Tensor, Tensor]:
+    """X as the operator reads it, and what it stands for."""
+    numbers = _KINDS[kind][2]
+    if numbers.x != "int4":
+        x = small_integers((tokens, k), getattr(torch, numbers.x))
+        return x, x.double()
+    codes = torch.randint(-8, 8, (tokens, k), dtype=torch.int8)
+    return pack_nibbles(codes).view(torch.int8).view(tokens, -1), codes.double()
+
+
+def _exact(
+    kind: str,
+    shapes: tuple[tuple[int, int, int], ...],
+    config: Config | None,
+    device: torch.device,
+) -> Iterator[Trial]:
+    """Scales that are powers of two, so that float32 rounds nothing."""
+    dtype, scaling, numbers = _KINDS[kind]
+    for tokens, out, k in shapes:
+        dense = dense_weight((out, k), _TWO_FOUR, dtype, 2)
+        x, right = _inputs(kind, tokens, k)
+        wide = dense.double()
+        if numbers.grouped:
+            scale = 2.0 ** torch.randint(-1, 2, (out, -(-k // 128)))
+            wide = wide * scale.repeat_interleave(128, 1)[:, :k]
+        else:
+            scale = 2.0 ** torch.randint(-1, 2, (out, 1))
+            wide = wide * scale
+        of_x = 2.0 ** torch.randint(-1, 2, (tokens, 1))
+        how = replace(scaling, w=scale.to(device), x=of_x.to(device))
+        run = partial(spmm_nm_scaled, NM.from_dense(dense.to(device)), x.to(device), how)
+        product = wide_integers(right, wide) * of_x.double()
+        for out_dtype in (torch.float32, torch.bfloat16):
+            value = product.to(out_dtype).double()
+            call = partial(run, out_dtype=out_dtype, config=config)
+            yield Trial(call, [Expected(value.to(device), out_dtype)])
+
+
+def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
+    tokens, out, k = 77, 136, 640
+    dtype, scaling, _ = _KINDS[kind]
+    dense, (x, right) = dense_weight((out, k), _TWO_FOUR, dtype, 2), _inputs(kind, tokens, k)
+    of_w, of_x = torch.rand(out) + 0.5, torch.rand(tokens, 1) / 16
+    scaled = wide_integers(right, dense) * of_x.double() * of_w.double()
+    how = replace(scaling, w=of_w.to(device), x=of_x.to(device))
+    for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        bias, residual = torch.randn(out).to(out_dtype), torch.randn(tokens, out).to(out_dtype)
+        value = apply_activation(scaled + bias.double(), act) + residual.double()
+        size = scaled.abs() + bias.double().abs()
+        slack = finish_bound(size, value, residual, out_dtype)
+        run = partial(
+            spmm_nm_scaled,
+            NM.from_dense(dense.to(device)),
+            x.to(device),
+            how,
+            bias=bias.to(device),
+            act=None if act == "none" else act,
+            residual=residual.to(device),
+            out_dtype=out_dtype,
+        )
+        yield Trial(run, [Expected(value, out_dtype, slack)])
+
+
+def _codes(kind: str, device: torch.device) -> Iterator[Trial]:
+    """Results in 8 bits: the nearest code, halves to even."""
+    dtype, scaling, _ = _KINDS[kind]
+    dense, (x, right) = dense_weight((200, 256), _TWO_FOUR, dtype, 2), _inputs(kind, 65, 256)
+    for step in (0.25, 1.0, 64.0):
+        value = wide_integers(right, dense) / step
+        if dtype == torch.int8:
+            value = value.round().clamp(-127, 127)
+        else:
+            value = value.clamp(-448, 448).to(torch.float32).to(_E4M3).double()
+        run = partial(
+            spmm_nm_scaled, NM.from_dense(dense.to(device)), x.to(device), out_dtype=dtype
+        )
+        yield Trial(partial(run, replace(scaling, out=step)), [Expected(value, dtype)])
+
+
+def _ends(device: torch.device) -> Iterator[Trial]:
+    """The largest sum that rows of 65536 codes can have: 2^29, which float32 would round."""
+    dense = torch.zeros(64, 65536, dtype=torch.int8)
+    dense.view(64, -1, 4)[..., 1:3] = -128
+    x = torch.full((3, 65536), -128, dtype=torch.int8)
+    x[1] = 127
+    value = x.double() @ dense.double().T
+    run = partial(spmm_nm_scaled, NM.from_dense(dense.to(device)), x.to(device))
+    yield Trial(partial(run, out_dtype=torch.int32), [Expected(value, torch.int32)])

@@ -1,0 +1,195 @@
+"""Attention of accelerated models over a cache of a fixed size: what "sdpa" gives, from lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hopsparse
+from hopsparse import fuse_blocks
+from hopsparse.models import cached_attention, self_attention
+from hopsparse.models.cached_attention import IMPLEMENTATION, attend, install, mask
+from hopsparse.models.generate import cache_argument
+from tests.helpers.tiny_models import tiny_llama, tiny_qwen3
+
+WIDE = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The CPU takes the way of a GPU, with the references of both operators; which ran is told."""
+    ran: list[str] = []
+    monkeypatch.setattr(cached_attention, "_serves", lambda device: True)
+
+    def telling(module: Any, name: str) -> Callable[..., Any]:
+        run = getattr(module, name)
+
+        def told(*args: Any, **options: Any) -> Any:
+            ran.append(name)
+            return run(*args, **options)
+
+        return told
+
+    for name in ("attend_decode", "attend_prefill"):
+        monkeypatch.setattr(cached_attention, name, telling(cached_attention, name))
+    monkeypatch.setattr(self_attention, "rope_append", telling(self_attention, "rope_append"))
+    yield ran
+    cached_attention._KNOWN.clear()
+
+
+def tiny(**changes: Any) -> Any:
+    return tiny_llama(**(WIDE | changes)).to(torch.bfloat16).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def logits(model: Any, texts: Tensor, steps: tuple[int, ...], room: int, **more: Any) -> Tensor:
+    """Of all tokens, given in pieces of so many through a cache with room."""
+    cache = StaticCache(config=model.config, max_cache_len=room)
+    rows, name = [], cache_argument(model)
+    for piece in texts.split(list(steps), 1):
+        rows.append(model(piece, use_cache=True, **{name: cache}, **more).logits)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("room", [64, 48, 80], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_model_gives_what_it_gives_under_sdpa(kernels: list[str], batch: int, room: int) -> None:
+    model, texts = tiny(), torch.randint(0, 256, (batch, 24))
+    steps = (9, 1, 1, 7, 5, 1)  # A prompt, tokens, chunks.
+    right = logits(model, texts, steps, room)
+    undo = install(model)
+    found = logits(model, texts, steps, room)
+    layers = model.config.num_hidden_layers
+    assert kernels.count("attend_decode") == 3 * layers
+    assert kernels.count("attend_prefill") == 3 * layers
+    torch.testing.assert_close(found, right, atol=0.02, rtol=0.05)
+    undo()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(model, texts, steps, room), right)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"room": 30}, {"head_dim": 32}, {"dtype": torch.float32}],
+    ids=["no pages", "other heads", "float32"],
+)
+def test_what_kernels_do_not_have_runs_as_sdpa(kernels: list[str], changes: dict[str, Any]) -> None:
+    room, dtype = changes.get("room", 64), changes.get("dtype", torch.bfloat16)
+    model = tiny(head_dim=changes.get("head_dim", 64)).to(dtype)
+    texts = torch.randint(0, 256, (2, 20))
+    right = logits(model, texts, (12, 1, 7), room)
+    install(model)
+    # A mask that is there takes another way through torch than one that is only meant.
+    found = logits(model, texts, (12, 1, 7), room)
+    torch.testing.assert_close(found, right, atol=0.02, rtol=0.05)
+    assert kernels == []
+
+
+def test_padding_is_seen(kernels: list[str]) -> None:
+    model, texts = tiny(), torch.randint(0, 256, (2, 16))
+    padding = torch.ones(2, 16, dtype=torch.bool)
+    full = logits(model, texts, (16,), 64)
+    padding[1, :5] = False
+    right = logits(model, texts, (16,), 64, attention_mask=padding)
+    install(model)
+    assert torch.equal(logits(model, texts, (16,), 64, attention_mask=padding), right)
+    assert kernels == []
+    padding[:] = True
+    found = logits(model, texts, (16,), 64, attention_mask=padding)
+    torch.testing.assert_close(found, full, atol=0.02, rtol=0.05)
+    assert set(kernels) == {"attend_prefill"}
+
+
+def test_without_such_a_cache_it_is_sdpa(kernels: list[str]) -> None:
+    model, texts = tiny(), torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        right = model(texts).logits
+        install(model)
+        assert torch.equal(model(texts).logits, right)
+    assert kernels == []
+
+
+def test_a_gradient_is_kept(kernels: list[str]) -> None:
+    query, key = torch.randn(2, 2, 5, 64).bfloat16(), torch.randn(2, 1, 64, 64).bfloat16()
+    query.requires_grad_()
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True  # type: ignore[assignment]
+    lengths = torch.tensor([30, 64], dtype=torch.int32)
+    found, _ = attend(module, query, key, key, lengths)
+    found.sum().backward()
+    assert kernels == []
+    assert query.grad is not None
+    seen = torch.arange(64) < torch.stack([torch.arange(26, 31), torch.arange(60, 65)]).unsqueeze(
+        -1
+    )
+    right, _ = sdpa_attention_forward(module, query, key, key, seen[:, None])
+    assert torch.equal(found, right)
+
+
+def test_lengths_are_those_of_the_step(kernels: list[str]) -> None:
+    counted = torch.tensor(7)
+    found = mask(3, 2, 64, q_offset=counted, device=torch.device("cpu"))
+    assert found is not None
+    counted += 2  # As the cache does, before attention reads its keys.
+    assert found.tolist() == [9, 9, 9]
+    assert found.dtype == torch.int32
+    told = mask(3, 5, 64, device=torch.device("cpu"))
+    assert told is not None
+    assert told.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+def test_fused_blocks_attend_so_until_undone(make: Any) -> None:
+    model = make().eval().requires_grad_(False)
+    assert model.config._attn_implementation == "sdpa"
+    fused = fuse_blocks(model)
+    assert model.config._attn_implementation == IMPLEMENTATION
+    fused.undo()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_another_attention_is_left_alone() -> None:
+    model = tiny()
+    model.set_attn_implementation("eager")
+    install(model)()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_positions_and_the_cache_are_one_launch_of_fused_blocks(
+    kernels: list[str], scheme: str | None, make: Any
+) -> None:
+    torch.manual_seed(0)
+    config = make().config
+    for name, value in WIDE.items():
+        setattr(config, name, value)
+    model = type(make())(config).to(torch.bfloat16).eval()
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
+    model.requires_grad_(False)
+    texts = torch.randint(0, 256, (2, 16))
+    right = logits(model, texts, (9, 1, 6), 64)
+    kinds = [type(block.self_attn) for block in model.model.layers]
+    names = set(model.state_dict())
+    fused = fuse_blocks(model)
+    found = logits(model, texts, (9, 1, 6), 64)
+    layers = model.config.num_hidden_layers
+    # A cache takes its memory in the first call, which goes the long way.
+    assert kernels.count("rope_append") == 2 * layers
+    assert kernels.count("attend_decode") == layers
+    torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)
+    # Without a cache, and with one that grows, the code of transformers runs.
+    kernels.clear()
+    with torch.no_grad():
+        model(texts, use_cache=True)
+    assert kernels == []
+    fused.undo()
+    assert [type(block.self_attn) for block in model.model.layers] == kinds
+    assert set(model.state_dict()) == names
+    assert torch.equal(logits(model, texts, (9, 1, 6), 64), right)
