@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hopsparse.formats import Form, parse_form
+from hopsparse.formats import Form, NMPattern, parse_form
 from hopsparse.models.vision import replace_layers
 from hopsparse.nn import (
     Convolution,
@@ -24,12 +25,14 @@ from hopsparse.nn import (
     SparseLinear,
     convolutions_as_linear,
     fold_batch_norms,
+    plus_residual,
     restore_convolutions,
 )
 from hopsparse.prune import magnitude
 from hopsparse.quant import quantize_matrix, store_matrix
 
-Function = Callable[..., object]
+Function = Callable[..., Any]
+Compile = Callable[[Function], Function]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor
     return x, F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-6)
 
 
+def norm_alone(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The layer norm of what was added before."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-6)
+
+
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
     """The end of a bottleneck."""
     return (x + y).relu()
@@ -83,10 +91,26 @@ class VitBlock(nn.Module):
     def forward(self, x: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, tokens, width], and what is still to be added to them."""
         x, y = self.join(x, pending, self.norm1.weight, self.norm1.bias)
-        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x, y = self.join(x, self.proj(y), self.norm2.weight, self.norm2.bias)
+        x, y = self.join(x, self.proj(self.attend(y)), self.norm2.weight, self.norm2.bias)
         return x, self.fc2(self.act(self.fc1(y)))
+
+    def attend(self, y: Tensor) -> Tensor:
+        """All tokens of an image to all of them."""
+        q, k, v = self.qkv(y).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class AddingVitBlock(VitBlock):
+    """The same where products add to the stream themselves, so that `join` is a norm alone."""
+
+    def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Tokens, and nothing that is still to be added."""
+        if pending is not None:
+            x = x + pending
+        y = self.join(x, self.norm1.weight, self.norm1.bias)
+        x = plus_residual(self.proj, self.attend(y), x)  # type: ignore[arg-type]
+        y = self.join(x, self.norm2.weight, self.norm2.bias)
+        return plus_residual(self.fc2, self.fc1(y), x), None  # type: ignore[arg-type]
 
 
 class Vit(nn.Module):
@@ -108,7 +132,8 @@ class Vit(nn.Module):
         pending = self.positions.expand(len(x), -1, -1)
         for block in self.blocks:
             x, pending = block(x, pending)
-        scores: Tensor = self.head(self.norm((x + pending)[:, 0]))
+        x = x[:, 0] if pending is None else x[:, 0] + pending[:, 0]
+        scores: Tensor = self.head(self.norm(x))
         return scores
 
 
@@ -136,7 +161,7 @@ class Bottleneck(nn.Module):
         """[n, channels, h, w] to [n, 4 width, h / stride, w / stride]."""
         y = self.relu1(self.bn1(self.conv1(x)))
         y = self.relu2(self.bn2(self.conv2(y)))
-        result: Tensor = self.join(self.bn3(self.conv3(y)), self.short(x))  # type: ignore[assignment]
+        result: Tensor = self.join(self.bn3(self.conv3(y)), self.short(x))
         return result
 
 
@@ -199,14 +224,26 @@ def sparse_layer(linear: nn.Linear, form: Form) -> SparseLinear:
     return SparseLinear(matrix, linear.bias).eval()
 
 
-def sparse_vit(dense: Vit, text: str, join: Function) -> Vit:
-    """All linear layers of all blocks in a form; GELU belongs to the layer ahead of it."""
+def sparse_vit(dense: Vit, text: str, compile_: Compile) -> Vit:
+    """All linear layers of all blocks in a form; GELU belongs to the layer ahead of it.
+
+    Kernels of 2:4 add to the stream themselves.
+
+    Args:
+        dense: The model.
+        text: The form.
+        compile_: For what lies between two products.
+    """
     model, form = copy.deepcopy(dense), parse_form(text)
     replace_layers(model.blocks, lambda _, linear: sparse_layer(linear, form))
+    adds = isinstance(form.pattern, NMPattern)
+    join = compile_(norm_alone if adds else add_norm)
     for block in model.blocks:
         assert isinstance(block, VitBlock)
         assert isinstance(block.fc1, SparseLinear)
         block.fc1.act, block.act, block.join = "gelu", nn.Identity(), join
+        if adds:
+            block.__class__ = AddingVitBlock
     return model
 
 
@@ -255,7 +292,7 @@ def exact(model: nn.Module) -> nn.Module:
     for module in model.modules():
         module._compiled_call_impl = None  # Its copy would compile in float32.
         if isinstance(module, VitBlock):
-            module.join = add_norm
+            module.join, module.__class__ = add_norm, VitBlock
         if isinstance(module, Bottleneck):
             module.join = add_relu
     return model.float()
