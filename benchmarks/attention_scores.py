@@ -5,9 +5,10 @@
 bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
 bound, mean and mass, by bound with clusters of every size; append_keys of one token a sequence;
 and append, score and select in a row, also with launches that start before the kernel ahead has
-ended. Calls work on copies of the blocks in turns, so that the L2 cache holds none of them. Scores
-are checked against the reference first. Appends one JSON row a case and contender, with the time
-that the bytes take at 4.35 TB/s.
+ended; the same with select_blocks, which scores and chooses in one launch; and select_blocks alone
+with clusters of every size. Calls work on copies of the blocks in turns, so that the L2 cache holds
+none of them. Scores and lists are checked against the reference first. Appends one JSON row a case
+and contender, with the time that the bytes take at 4.35 TB/s.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from hopsparse.launch import EarlyStarts
 from hopsparse.measure import record
 from hopsparse.measure.block_error import score_error
 from hopsparse.measure.clock import Contender, copies_to_defeat_l2, gpu, time_side_by_side
-from hopsparse.ops import KeyBlocks, append_keys, score_blocks, select
-from hopsparse.ops.score_blocks import plan, reference
+from hopsparse.ops import (
+    BlockBudget,
+    KeyBlocks,
+    append_keys,
+    score_blocks,
+    select,
+    select_blocks,
+)
+from hopsparse.ops.score_blocks import choose, plan, reference
 from hopsparse.ops.score_blocks.device import Wanted, enqueue
 
 HEADS, KV_HEADS, DIM, BLOCK, BUDGET = 32, 8, 128, 64, 2048
@@ -57,11 +65,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--case", action="append", help="1x32768; repeatable; all if left out")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1")
+    named = {f"{batch}x{context}": (batch, context) for batch, context in CASES}
+    if not set(options.case or named) <= named.keys():
+        parser.error(f"--case {options.case}: of {', '.join(named)}")
     facts = record.environment(gpu())
-    for batch, context in CASES:
+    for batch, context in (named[name] for name in options.case or named):
         for row in measured(batch, context, options.rounds):
             told = "refused" if row["us"] is None else f"{row['us']:8.2f} us"
             print(
@@ -80,7 +92,12 @@ def measured(batch: int, context: int, rounds: int) -> list[record.Row]:
         *((scored(kind, made), entries * ENTRY_BYTES[kind]) for kind in plan.KINDS),
         *((clustered(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
         (appended(made), 0),
-        *((in_a_row(early, made), entries * ENTRY_BYTES["bound"]) for early in (False, True)),
+        *(
+            (in_a_row(fused, early, made), entries * ENTRY_BYTES["bound"])
+            for fused in (False, True)
+            for early in (False, True)
+        ),
+        *((chosen(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
     ]
     timings = time_side_by_side([each for each, _ in contenders], rounds=rounds)
     return [
@@ -127,6 +144,10 @@ def check(each: Inputs) -> None:
         got = score_blocks(each.q, each.blocks, each.lengths, kind=kind, per_head=True)
         if not bool(((got.double() - wanted.double()).abs() <= off).all()):
             raise SystemExit(f"{kind}: not what the reference gives")
+    want = select(score_blocks(each.q, each.blocks, each.lengths), BUDGET // BLOCK)
+    lists = select_blocks(each.q, each.blocks, each.lengths, BUDGET // BLOCK)
+    if not all(torch.equal(mine, other) for mine, other in zip(lists, want, strict=True)):
+        raise SystemExit("select_blocks: not what score_blocks and select give")
 
 
 def scored(kind: str, made: list[Inputs]) -> Contender:
@@ -157,15 +178,32 @@ def appended(made: list[Inputs]) -> Contender:
     return Contender("append_keys", calls)
 
 
-def in_a_row(early: bool, made: list[Inputs]) -> Contender:
+def chosen(size: int, made: list[Inputs]) -> Contender:
+    """Scores by bound and the best of them in one launch, with clusters of a given size."""
+    wanted = Wanted("bound", reference.default_scale(DIM), False)
+    k, shape = BUDGET // BLOCK, made[0].blocks.low.shape[:2]
+    choice = choose.Choice(None, [k, k, 1, 1])
+
+    def call(x: Inputs) -> Call:
+        lists = [torch.empty((*shape, *w), dtype=torch.int32, device="cuda") for w in ((k,), ())]
+        asked = (x.lengths, BLOCK, wanted, choice)
+        return lambda: choose.enqueue(lists, x.q, x.kept, asked, size)
+
+    return Contender(f"select_blocks, bound, clusters of {size}", [call(each) for each in made])
+
+
+def in_a_row(fused: bool, early: bool, made: list[Inputs]) -> Contender:
     """What a step does before it attends; the place of the token is known, as servers know it."""
     starts = [each.lengths - 1 for each in made]
+    budget = BlockBudget(BUDGET // BLOCK, sink=1, recent=1)
 
     def call(x: Inputs, start: Tensor) -> Call:
         allowed = EarlyStarts()
 
         def run() -> object:
             append_keys(x.blocks, x.key, start)
+            if fused:
+                return select_blocks(x.q, x.blocks, x.lengths, budget)
             scores = score_blocks(x.q, x.blocks, x.lengths)
             return select(scores, BUDGET // BLOCK, sink=1, recent=1)
 
@@ -176,7 +214,8 @@ def in_a_row(early: bool, made: list[Inputs]) -> Contender:
         return run_early if early else run
 
     calls = [call(each, start) for each, start in zip(made, starts, strict=True)]
-    return Contender("append, score, select" + (", early" if early else ""), calls)
+    name = "append, select_blocks" if fused else "append, score, select"
+    return Contender(name + (", early" if early else ""), calls)
 
 
 if __name__ == "__main__":

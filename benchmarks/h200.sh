@@ -67,6 +67,11 @@ step() {
     models)
       run 580 "$python" -m hopsparse bench model --config llama-3-8b --out "$out/models.jsonl"
       ;;
+    two) # on a machine with two GPUs
+      tests 180 tests/gpu/test_tensor_parallel.py
+      bench 120 tensor_parallel tensor_parallel
+      bench 240 comm_nccl comm_nccl
+      ;;
     *)
       echo "no step $1; there are: ${steps[*]}"
       return 2

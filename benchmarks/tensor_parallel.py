@@ -52,6 +52,8 @@ Ways = Iterator[tuple[str, int, list[Layer]]]  # name, GPUs, copies of the layer
 def main() -> None:
     """Start two ranks; the first one prints and appends."""
     options = parse()
+    if torch.cuda.device_count() < 2:
+        raise SystemExit("two GPUs are needed: H100 or H200")
     # Multicast is set up on few machines, and is never used here.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -69,9 +71,11 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.shapes = options.shapes.split(",")
     options.tokens = [int(each) for each in options.tokens.split(",")]
-    unknown = set(options.shapes) - set(SHAPES)
-    if unknown:
-        parser.error(f"shapes {sorted(unknown)}: known are {', '.join(SHAPES)}")
+    for shape in options.shapes:
+        if shape not in SHAPES:
+            parser.error(f"--shapes {shape!r}: one of {', '.join(SHAPES)}")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens {min(options.tokens)}: at least 1")
     return options
 
 

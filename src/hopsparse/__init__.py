@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from . import prune as prune
     from . import quant as quant
     from . import recover as recover
-    from .graphs import accelerate as accelerate
     from .measure import Workload as Workload
+    from .models.accelerated import accelerate as accelerate
     from .models.attention_config import AttentionConfig as AttentionConfig
     from .models.budget import Problem as Problem
     from .models.budget import meet_budget as meet_budget
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from .recover import RecoverOptions as RecoverOptions
 
 _LATER = {
-    "graphs": ("accelerate",),
     "measure": ("Workload",),
+    "models.accelerated": ("accelerate",),
     "models.attention_config": ("AttentionConfig",),
     "models.budget": ("Problem", "meet_budget", "solve_within"),
     "models.convert": ("convert_checkpoint",),

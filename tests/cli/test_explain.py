@@ -158,7 +158,9 @@ def test_codes_have_their_own_tiles_floors_and_reasons(
     assert (told["dtype"], told["sums"], told["runs"]) == (dtype, sums, "kernel")
     w, _, x = dtype.partition("/")
     promoted, grouped = sums in ("promoted", "grouped"), sums == "grouped"
-    numbers = Numbers(w, x or w, "bfloat16", sums == "promoted", grouped)
+    # x of 4 bits is widened once ahead of this problem: its tiles are those of w's codes.
+    numbers = Numbers(w, w, "bfloat16", sums == "promoted", grouped)
+    assert any("widened once ahead" in note for note in told["notes"]) == (x == "int4")
     problem = Problem(4096, 4096, 4096)
     ordered = candidates_scaled(problem, numbers, 132)
     assert [told["tile"]["name"], *(each["name"] for each in told["next"])] == [

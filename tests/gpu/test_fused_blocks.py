@@ -150,3 +150,35 @@ def test_a_whole_model_is_as_near_to_float32_as_the_unfused_one(
     # It rounds less often, so that it is no farther from float32; a tenth is left to chance.
     off, off_before = ((each - exact).square().mean().sqrt() for each in (found, right))
     assert off <= 1.1 * off_before
+
+
+@pytest.mark.parametrize("form", ["2:4", "2:4+fp8"])
+def test_chunks_and_steps_in_graphs_say_what_they_say_without(
+    form: str, device: torch.device
+) -> None:
+    import hopsparse
+
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    model = model.to(torch.bfloat16)
+    pattern, _, scheme = form.partition("+")
+    hopsparse.sparsify(model, hopsparse.Recipe(pattern, "magnitude", scheme=scheme or None))
+    model = model.to(device).eval().requires_grad_(False)
+    texts = torch.randint(0, 256, (3, 240), device=device)
+    rows: list[list[Tensor]] = []
+    for captured in (True, False):
+        with hopsparse.accelerate(model, batch=3, max_tokens=240, chunks=(32, 128)) as run:
+            if not captured:
+                run._graph = lambda chunk, run=run: run._counted  # type: ignore[method-assign]
+            rows.append([])
+            for prompt in (200, 7, 160, 33):  # 128, 64 and a part; a part; 128 and 32; 32 and 1
+                rows[-1].append(run.prefill(texts[:, :prompt]))
+                for at in range(prompt, prompt + 20):
+                    rows[-1].append(run.step(texts[:, at : at + 1]))
+            if captured:
+                assert run._graphs[1].recordings[0].early >= 2 * 4
+    for found, right in zip(*rows, strict=True):
+        assert torch.equal(found, right)

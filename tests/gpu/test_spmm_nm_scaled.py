@@ -12,8 +12,8 @@ from hopsparse.formats import NM
 from hopsparse.formats.quantized import pack_nibbles, unpack_nibbles
 from hopsparse.measure.error import finish_bound, gamma, gated_bound, unit_roundoff
 from hopsparse.ops import Scaling, interleave_gate_up, pack_nm, spmm_nm_scaled
+from hopsparse.ops._rows import rows_for_tma
 from hopsparse.ops.spmm_nm.chosen import one_of
-from hopsparse.ops.spmm_nm.device import rows_for_tma
 from hopsparse.ops.spmm_nm.kernel import SWIGLU, Config, Numbers
 from hopsparse.ops.spmm_nm.plan import eight_bit
 from hopsparse.ops.spmm_nm.reference import apply_activation

@@ -26,7 +26,8 @@ FILES = (
 _HERE = """
 #include "mma_on_cpu.hpp"
 thread_local Index gridDim;
-inline void prefetch_l2(const void*) {}
+// Nothing is read, but it could be: an address outside of what is there would end the process.
+inline void prefetch_l2(const void* from) { (void)*static_cast<const volatile u8*>(from); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <int N>
@@ -42,6 +43,7 @@ struct Tested {
   static constexpr score_blocks::Kind kKind = static_cast<score_blocks::Kind>(Kind_);
   static constexpr Type kType = static_cast<Type>(Type_);
   static constexpr int kDim = Dim, kHeads = Heads, kWarps = 2, kScores = Scores, kRanks = 1024;
+  static constexpr int kAhead = 2;
   static constexpr int kRows = Kind_ == 2 || (Kind_ == 0 && kType == Type::f32) ? 1 : 2;
 };
 template <class C>

@@ -16,9 +16,9 @@ from hopsparse.measure.error import finish_bound
 from hopsparse.nn import SparseLinear
 from hopsparse.ops import spmm_bsr
 from hopsparse.ops._call import ACTIVATIONS, apply_activation
+from hopsparse.ops._rows import rows_for_tma
 from hopsparse.ops.spmm_bsr import dispatch, kernel, op
 from hopsparse.ops.spmm_bsr.ahead import classes, prepare
-from hopsparse.ops.spmm_bsr.device import rows_for_tma
 from hopsparse.ops.spmm_bsr.kernel import Config, deepest
 from hopsparse.ops.spmm_bsr.op import plan, plan_kept, why_no_kernel
 from hopsparse.ops.spmm_bsr.ready import class_of, ready

@@ -19,7 +19,7 @@ from hopsparse.ops import (
     spmm_nm_int4,
     spmm_nm_scaled,
 )
-from hopsparse.ops.spmm_nm.device import rows_for_tma
+from hopsparse.ops._rows import rows_for_tma
 from hopsparse.ops.spmm_nm.int4.ahead import prepare_int4
 from hopsparse.ops.spmm_nm.int4.op import plan_int4
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers, check_numbers, spec_of_numbers

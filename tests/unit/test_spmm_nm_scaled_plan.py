@@ -328,7 +328,7 @@ def test_a_tuned_tile_counts_in_the_decision() -> None:
     numbers = numbers_for("float8_e4m3fn/int4")
     problem = replace(LAYER, tokens=1024)
     behind = as_widened(numbers)
-    times = {config: 100.0 for config in candidates_scaled(problem, behind, HERE.sm_count)}
+    times = dict.fromkeys(candidates_scaled(problem, behind, HERE.sm_count), 100.0)
     times[max(times, key=lambda c: coded_us(c, problem, behind, HERE.sm_count))] = 1.0
     store_times(problem, behind, times)
     slow = choose_scaled(problem, behind, HERE.sm_count, machine=HERE)

@@ -27,6 +27,7 @@ from .score_blocks.op import Masses, block_masses, score_blocks
 from .select.op import select
 from .select_blocks.op import BlockBudget, select_blocks
 from .spmm_bsr.op import spmm_bsr
+from .spmm_bsr.sddmm import sddmm_bsr
 from .spmm_csr.op import csr_matmul, sddmm_csr, spmm_csr
 from .spmm_nm.experts.op import spmm_nm_experts
 from .spmm_nm.int4.op import spmm_nm_int4
@@ -35,7 +36,8 @@ from .spmm_nm.scaled.op import Scaling, interleave_gate_up, spmm_nm_scaled
 
 #: The products y = x @ w.T + bias, which share their tests. `pack_nm` makes a weight for one,
 #: `quantize_rows` and `im2col` its inputs; `hybrid_gradient` makes what is sent of gradients.
-#: `csr_matmul` is y = a @ x, and `sddmm_csr` its gradient.
+#: `csr_matmul` is y = a @ x, and `sddmm_csr` its gradient, as `sddmm_bsr` is that of the blocks
+#: of `spmm_bsr`.
 OPS = ("spmm_nm", "spmm_bsr", "spmm_csr")
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "rope_append",
     "score_blocks",
     "score_tiles",
+    "sddmm_bsr",
     "sddmm_csr",
     "select",
     "select_blocks",

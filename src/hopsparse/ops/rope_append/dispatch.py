@@ -13,8 +13,7 @@ from . import reference
 
 def run_reference(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    turns: list[Tensor],
     keys: Tensor,
     values: Tensor,
     ends: Tensor,
@@ -24,13 +23,13 @@ def run_reference(
 ) -> Tensor:
     """`reference.rope_append`, as the operator passes its arguments."""
     weights = (norms[0], norms[1]) if norms else None
-    q = reference.rope_append(qkv, (cos, sin), (keys, values), ends, weights, eps)
+    q = reference.rope_append(qkv, (turns[0], turns[1]), (keys, values), ends, weights, eps)
     if count is not None:
         count += qkv.shape[1]
     return q
 
 
-def _queries(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, *_: Any) -> Tensor:
+def _queries(qkv: Tensor, turns: list[Tensor], keys: Tensor, *_: Any) -> Tensor:
     kv_heads, dim = keys.shape[1], keys.shape[3]
     return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] // dim - 2 * kv_heads, dim))
 
@@ -38,8 +37,8 @@ def _queries(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, *_: Any) -> Te
 # Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
 _LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "rope_append(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor ends, Tensor[] norms, float eps, Tensor(c!)? count) -> Tensor",
+    "rope_append(Tensor qkv, Tensor[] turns, Tensor(a!) keys, Tensor(b!) values, Tensor ends, "
+    "Tensor[] norms, float eps, Tensor(c!)? count) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("rope_append", run_reference, "CPU")

@@ -62,7 +62,7 @@ def rope_append(
         >>> keys[0, 0, 1].tolist(), values[0, 0, 1].tolist()
         ([-3.0, 2.0], [4.0, 5.0])
     """
-    cos, sin, keys, values = _checked(qkv, turns, cache)
+    keys, values = _checked(qkv, turns, cache)
     _check_rest(qkv, keys, ends, norms, count)
     if torch.is_grad_enabled() and any(
         each.requires_grad for each in (qkv, keys, values, *(norms or ()))
@@ -72,12 +72,12 @@ def rope_append(
             need="torch.no_grad(), or tensors that require none",
             hint="the model as it was, to train",
         )
-    return traced(qkv, cos, sin, keys, values, ends, list(norms or ()), eps, count)
+    return traced(qkv, list(turns), keys, values, ends, list(norms or ()), eps, count)
 
 
 def _checked(
     qkv: Tensor, turns: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     (cos, sin), (keys, values) = turns, cache
     if not is_dense(qkv) or qkv.dim() != 3 or qkv.dtype not in _DTYPES:
         raise ArgumentError(
@@ -110,7 +110,7 @@ def _checked(
                 need=f"{qkv.dtype} [1 or {qkv.shape[0]}, {qkv.shape[1]}, {dim}] on {qkv.device}",
                 hint="what rotary_emb of the model returns",
             )
-    return cos, sin, keys, values
+    return keys, values
 
 
 def _check_rest(
@@ -150,8 +150,7 @@ def _check_rest(
 
 def _run_on_gpu(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    turns: list[Tensor],
     keys: Tensor,
     values: Tensor,
     ends: Tensor,
@@ -161,11 +160,11 @@ def _run_on_gpu(
 ) -> Tensor:
     """The kernel where there is one for this GPU and these heads."""
     weights = (norms[0], norms[1]) if norms else None
-    turns, cache = (cos, sin), (keys, values)
+    both, cache = (turns[0], turns[1]), (keys, values)
     hopper = is_hopper(qkv.get_device())
-    if not hopper or not _device().fits(qkv, turns, cache, weights):
-        return run_reference(qkv, cos, sin, keys, values, ends, norms, eps, count)
-    q: Tensor = _device().run(qkv, turns, cache, ends, weights, eps, count)
+    if not hopper or not _device().fits(qkv, both, cache, weights):
+        return run_reference(qkv, turns, keys, values, ends, norms, eps, count)
+    q: Tensor = _device().run(qkv, both, cache, ends, weights, eps, count)
     return q
 
 

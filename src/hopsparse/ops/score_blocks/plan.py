@@ -26,6 +26,9 @@ WARPS = 8
 MOST_RANKS = 8192
 _SCORES = 8192  # of a block of threads that are kept
 _BLOCKS_PER_SM = 2
+# Pieces that are asked for into the L2 cache before they are loaded: 64 KB of 16-bit ranges of dim
+# 128, where registers have 16 or 32 KB on their way.
+_AHEAD = 4
 # Beside clusters of 8 those of 16 lost 0.76 us with room for 512 blocks of keys and won 0.28 with
 # room for 2048: a straight line between them crosses zero at 1630.
 _FEW_ROWS = 1630
@@ -289,6 +292,7 @@ struct Config {{
   static constexpr Type kType = Type::{TYPES[shape.dtype]};
   static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.rows};
   static constexpr int kWarps = {WARPS}, kScores = {_SCORES}, kRanks = {MOST_RANKS};
+  static constexpr int kAhead = {_AHEAD};
 }};
 static_assert(sizeof(score_blocks::Args) == {ARGS_BYTES}, "plan.py packs {ARGS_BYTES} bytes");
 static_assert(sizeof(score_blocks::Smem<Config>) == {shape.smem_bytes}, "plan.py counts its bytes");

@@ -202,28 +202,31 @@ __device__ __forceinline__ void load_row(Raw<C>& raw, const Args& a, const Rows&
   }
 }
 
-// Lines of 128 bytes of the first rows, of rows of kRow bytes, to the L2 cache: a thread has some.
-template <class C, u32 kRow>
-__device__ __forceinline__ void prefetch_lines(const u8* from, long long row_bytes, const Rows& r) {
-  constexpr u32 kAhead = 4;  // pieces
-  constexpr u32 kLines = kRow / 128, kAll = kAhead * Facts<C>::kStep * kLines;
+// Lines of 128 bytes of this block's rows from `own` on, a number of pieces, of rows of kRow bytes,
+// to the L2 cache: a thread has some.
+template <class C, u32 kRow, u32 kPieces>
+__device__ __forceinline__ void prefetch_lines(const u8* from, long long row_bytes, const Rows& r,
+                                               u32 own) {
+  constexpr u32 kLines = kRow / 128, kAll = kPieces * Facts<C>::kStep * kLines;
 #pragma unroll
   for (u32 first = 0; first < kAll; first += Facts<C>::kThreads) {
-    const u32 line = first + threadIdx.x, row = row_at<C>(r, line / kLines);
+    const u32 line = first + threadIdx.x, row = row_at<C>(r, own + line / kLines);
     if (line < kAll && row < r.count) prefetch_l2(from + row * row_bytes + line % kLines * 128);
   }
 }
 
-// Rows come to the L2 cache while the kernel ahead still runs. It may write them: that cache shows
-// what it wrote, and nothing is read here.
-template <class C>
-__device__ __forceinline__ void prefetch_rows(const Args& a, const Rows& r) {
+// Rows come to the L2 cache before registers have room for them, and while the kernel ahead still
+// runs. It may write them: that cache shows what it wrote, and nothing is read here.
+template <class C, u32 kPieces>
+__device__ __forceinline__ void prefetch_rows(const Args& a, const Rows& r, u32 own) {
   if constexpr (Facts<C>::kRange) {
     constexpr u32 kBytes = Facts<C>::kBytes, kRow = C::kDim * kBytes;
-    prefetch_lines<C, kRow>(r.low, a.low_block * kBytes, r);
-    prefetch_lines<C, kRow>(r.high, a.high_block * kBytes, r);
+    prefetch_lines<C, kRow, kPieces>(r.low, a.low_block * kBytes, r, own);
+    prefetch_lines<C, kRow, kPieces>(r.high, a.high_block * kBytes, r, own);
   }
-  if constexpr (Facts<C>::kSum) prefetch_lines<C, C::kDim * 4>(r.total, a.total_block * 4, r);
+  if constexpr (Facts<C>::kSum) {
+    prefetch_lines<C, C::kDim * 4, kPieces>(r.total, a.total_block * 4, r, own);
+  }
 }
 
 template <class C>

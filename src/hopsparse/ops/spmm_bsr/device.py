@@ -31,7 +31,6 @@ from .launching import (
     loaded,
     on_16_bytes,
     readable,
-    rows_for_tma,
 )
 from .plan import Decision, Problem
 from .ready import Ready, class_of, forget_decisions, keep_for_graph, layout_of
@@ -44,7 +43,6 @@ __all__ = [
     "decide_on",
     "forget_launches",
     "launch_for",
-    "rows_for_tma",
     "run",
     "target_of",
 ]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...formats.bsr import BSR
-from .._product import gather_kept
 from .reference import apply_activation, spmm_bsr
+from .sddmm import sddmm_bsr as sddmm_bsr  # defines the operator that a gradient calls
 
 
 def traced(
@@ -121,8 +121,11 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     if needs[1]:
         grad_x = scaled @ torch.ops.hopsparse.decompress.default(parts, *facts)
     if needs[0][0]:
-        dense = scaled.reshape(-1, out).T @ x.reshape(-1, k)
-        (grad_values,) = gather_kept(dense, parts, *facts)
+        values, *places = parts
+        a, b = scaled.reshape(-1, out).T, x.reshape(-1, k).T
+        found = torch.ops.hopsparse.sddmm_bsr.default(a, b, *places, [out, k, *sides[1:]])
+        # Zeros stay zero, so their gradient is zero.
+        grad_values = torch.where(values != 0, found, 0)
     if has_bias and needs[2]:
         grad_bias = grad.reshape(-1, out).sum(0)
     return [grad_values, None, None], grad_x, grad_bias, *[None] * 5

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...compiler import KernelCache
 from ...errors import ArgumentError, UnsupportedError
 from ...launch import Element, Kernel, KnownLaunches, kernel_for
+from .._rows import rows_for_tma
 from .fragments_kernel import FragmentConfig
 from .kernel import Config
 from .plan import Problem, spec_of
@@ -106,25 +107,6 @@ def as_float32(alpha: float) -> float:
 def address(tensor: Tensor | None) -> int:
     """Of its first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def rows_for_tma(x: Tensor) -> Tensor:
-    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
-
-    Example:
-        >>> x = torch.ones(3, 20, dtype=torch.bfloat16)
-        >>> rows_for_tma(x).stride(0), rows_for_tma(x[:, :16].contiguous()).stride(0)
-        (24, 16)
-    """
-    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
-    tokens, k = rows.shape
-    pitch = -(-k // atom) * atom
-    aligned = (rows.stride(1) == 1 or k == 1) and rows.data_ptr() % 16 == 0
-    if aligned and tokens == 1:
-        return rows.as_strided((1, k), (pitch, 1))  # The stride of a single row may be anything.
-    if aligned and rows.stride(0) % atom == 0 and rows.stride(0) >= k:
-        return rows
-    return x.new_empty((tokens, pitch))[:, :k].copy_(rows)
 
 
 def readable(x: Tensor, k: int) -> tuple[Tensor, int]:

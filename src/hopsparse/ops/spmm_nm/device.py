@@ -29,6 +29,7 @@ from ...launch import (
 )
 from ...ranges import in_phase
 from ...tune import machine_of
+from .._rows import rows_for_tma
 from .cost import rows_of_x, stages_of_k
 from .dense import forget_counts
 from .facts import Epilogue as Epilogue
@@ -303,27 +304,6 @@ def forget_launches() -> None:
 def address_of(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def rows_for_tma(x: Tensor, *, whole: bool = False) -> Tensor:
-    """Rows [tokens, k] of x, each on 16 bytes; copied only where they are not that already.
-
-    Args:
-        x: [..., k].
-        whole: Whether the last 16 bytes of a row are read whole, and its pitch in 32 bits.
-    """
-    rows, atom = x.reshape(-1, x.shape[-1]), 16 // x.itemsize
-    tokens, k = rows.shape
-    if whole and (k % atom or rows.stride(0) >= 2**31):
-        return x.new_empty((tokens, -(-k // atom) * atom))[:, :k].copy_(rows)
-    strided = rows.stride(0) % atom if tokens > 1 else 0
-    if (rows.stride(1) == 1 or k == 1) and not strided and rows.data_ptr() % 16 == 0:
-        if tokens > 1 and rows.stride(0) >= k:
-            return rows
-        if tokens == 1:
-            return rows.as_strided((1, k), (-(-k // atom) * atom, 1))
-    padded = x.new_empty((tokens, -(-k // atom) * atom))[:, :k]
-    return padded.copy_(rows)
 
 
 @in_phase("sparse", "spmm_nm")

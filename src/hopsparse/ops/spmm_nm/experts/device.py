@@ -19,8 +19,9 @@ from ....launch import (
     starts_early,
 )
 from ....ranges import in_phase
+from ..._rows import rows_for_tma
 from ..cost import Problem, rows_of_x, stages_of_k
-from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides, rows_for_tma
+from ..device import ELEMENTS, RASTER_TOKENS, Launch, address_of, check_sides
 from ..facts import Experts, PlainCall
 from ..kernel import Config, Numbers, fold_of
 from .plan import ExpertsProblem, choose_experts, experts_spec, most_clusters

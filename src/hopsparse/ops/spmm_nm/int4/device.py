@@ -8,9 +8,10 @@ from torch import Tensor
 from ....formats.quantized import Quantized
 from ....launch import KnownLaunches, Turn, current_stream, starts_early
 from ....ranges import in_phase
+from ..._rows import rows_for_tma
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
-from ..device import Scales, address_of, rows_for_tma
+from ..device import Scales, address_of
 from ..facts import PlainCall
 from .dispatch import Added, numbers_of
 from .plan import INT4

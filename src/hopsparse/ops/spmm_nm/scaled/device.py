@@ -8,9 +8,10 @@ from torch import Tensor
 from ....formats.nm import NM
 from ....launch import KnownLaunches, Turn, current_stream, starts_early
 from ....ranges import in_phase
+from ..._rows import rows_for_tma
 from ..chosen import coded_launch, one_of
 from ..cost import Problem
-from ..device import Scales, address_of, rows_for_tma
+from ..device import Scales, address_of
 from ..kernel import fold_of
 from .dispatch import Call, Pair, groups_of_scale, numbers_of
 from .plan import SCALED
