@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="Name of a case; repeatable.")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--part", type=float, default=0.05)
+    parser.add_argument("--slower-only", action="store_true", help="No A/A runs.")
     parser.add_argument("--most", type=int, default=Limits().most, help="Rounds of a decision.")
     parser.add_argument("--least", type=int, default=25, help="Rounds of a batch.")
     parser.add_argument("-o", "--out", type=Path)
@@ -87,7 +88,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = Limits(floor_us=0.3 if device.type == "cuda" else 2.0, most=options.most)
     for name in options.case or [cases_of(SUITES[0], device)[0].name]:
-        for part in (0.0, options.part):
+        for part in (options.part,) if options.slower_only else (0.0, options.part):
             row = measured(case_of(name), part, options.runs, limits, options.least)
             if options.out is not None:
                 append(options.out, row | environment())

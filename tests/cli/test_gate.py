@@ -23,6 +23,7 @@ def two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (Case("nm", 64, 128, 4), Case("decode", 64, 128))
     monkeypatch.setattr(gate_cases, "_ON_CPU", cases)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("hopsparse.measure.pairs._CHUNK_S", 5e-4)
 
 
 def test_a_build_is_no_slower_than_itself(run_json: Run, tmp_path: Path) -> None:
