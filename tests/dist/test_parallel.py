@@ -49,20 +49,21 @@ def test_gradients_are_those_of_the_whole_layers(ranks: int) -> None:
     check_pairs(on_ranks(parallel_ranks.sparse_gradient, 2), [(0, 2), (1, 3)])
 
 
-@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 2), (2, 3), (4, 4)])
-def test_a_block_of_a_model_is_shared(ranks: int, kv_heads: int) -> None:
-    found = on_ranks(parallel_ranks.model_of, ranks, kv_heads)
-    for each in found:
-        assert not isinstance(each, BaseException), each
-        # All is float64 and may be added in another order: far below what float32 would lose.
-        assert each["off"] <= gamma(1, torch.float32) * each["size"]
-        assert len(each["names"]) == 7
-    assert all_equal([each["shared"] for each in found])
-    rows = [each["rows"] for each in found]
-    assert sum(q for q, _ in rows) == 2 * kv_heads * 64
-    assert all(q == 2 * k for q, k in rows)
-    if kv_heads == 3:
-        assert [k for _, k in rows] == [128, 64]
+@pytest.mark.parametrize(("ranks", "heads"), [(2, (2, 3)), (4, (4,))], ids=str)
+def test_a_block_of_a_model_is_shared(ranks: int, heads: tuple[int, ...]) -> None:
+    by_rank = on_ranks(parallel_ranks.models_of, ranks, heads)
+    assert not any(isinstance(each, BaseException) for each in by_rank), by_rank
+    for kv_heads, found in zip(heads, zip(*by_rank, strict=True), strict=True):
+        for each in found:
+            # All is float64 and may be added in another order: far below what float32 would lose.
+            assert each["off"] <= gamma(1, torch.float32) * each["size"]
+            assert len(each["names"]) == 7
+        assert all_equal([each["shared"] for each in found])
+        rows = [each["rows"] for each in found]
+        assert sum(q for q, _ in rows) == 2 * kv_heads * 64
+        assert all(q == 2 * k for q, k in rows)
+        if kv_heads == 3:
+            assert [k for _, k in rows] == [128, 64]
 
 
 def test_parts_go_through_slots_in_turn() -> None:

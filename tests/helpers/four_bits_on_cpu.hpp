@@ -12,7 +12,6 @@ void tma_load_multicast(Rest...) {}
 template <class... Rest>
 void store_async_x4(Rest...) {}
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
-inline void cluster_sync_relaxed() { cluster_sync(); }
 inline void prefetch_l1(const void*) {}
 template <int Threads>
 void arrive_at_barrier(u32 id) {

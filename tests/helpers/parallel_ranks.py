@@ -181,6 +181,11 @@ def model_of(rank: int, kv_heads: int) -> dict[str, Any]:
     }
 
 
+def models_of(rank: int, heads: tuple[int, ...]) -> list[dict[str, Any]]:
+    """`model_of` for some counts of heads."""
+    return [model_of(rank, each) for each in heads]
+
+
 def fused(rank: int) -> dict[str, Any]:
     """A tiny sparse Llama: whole, shared, and shared with its layers joined; logits of each."""
     from transformers import LlamaConfig, LlamaForCausalLM
