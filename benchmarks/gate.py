@@ -27,6 +27,13 @@ from hopsparse.measure.record import append, environment
 _FRESH = 10  # Runs after which weights are drawn and placed anew.
 
 
+def case_of(name: str) -> Case:
+    """The case of a name, such as `nm 4096x4096 256`; any sides will do."""
+    kind, sides, *tokens = name.split()
+    out, k = sides.split("x")
+    return Case(kind, int(out), int(k), int(tokens[0]) if tokens else 0)
+
+
 def changed(part: float, base: list[Call], new: list[Call]) -> tuple[list[Call], list[Call]]:
     """The calls of both, as many of each, and those of the second slower by a part."""
     every = 1 / part if part else 20
@@ -73,16 +80,16 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="Name of a case; repeatable.")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--part", type=float, default=0.05)
+    parser.add_argument("--slower-only", action="store_true", help="No A/A runs.")
     parser.add_argument("--most", type=int, default=Limits().most, help="Rounds of a decision.")
     parser.add_argument("--least", type=int, default=25, help="Rounds of a batch.")
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = {case.name: case for suite in SUITES for case in cases_of(suite, device)}
     limits = Limits(floor_us=0.3 if device.type == "cuda" else 2.0, most=options.most)
-    for name in options.case or [next(iter(known))]:
-        for part in (0.0, options.part):
-            row = measured(known[name], part, options.runs, limits, options.least)
+    for name in options.case or [cases_of(SUITES[0], device)[0].name]:
+        for part in (options.part,) if options.slower_only else (0.0, options.part):
+            row = measured(case_of(name), part, options.runs, limits, options.least)
             if options.out is not None:
                 append(options.out, row | environment())
             told = f"{row['alarms']} alarms (first: {row['first_alarms']}) in {row['runs']}"

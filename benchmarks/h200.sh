@@ -11,7 +11,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:?where rows go}
 shift
-steps=(tests clock launches chain eight scaled mlp quantize few four experts bsr csr selection attention prefill hybrid models)
+steps=(tests clock launches chain eight scaled mlp quantize few four experts bsr tiles csr selection attention prefill hybrid models)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1
@@ -56,6 +56,11 @@ step() {
     four) bench 120 four_bits four_bits ;;
     experts) bench 120 experts experts ;;
     bsr) bench 420 spmm_bsr spmm_bsr ;;
+    tiles)
+      bench 150 tile_search tile_search --budget-s 120
+      bench 60 alignment alignment
+      bench 120 alignment alignment_counters --counters
+      ;;
     csr) bench 420 spmm_csr spmm_csr ;;
     selection) bench 180 selection selection ;;
     attention)

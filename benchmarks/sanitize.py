@@ -52,6 +52,9 @@ CHECKS = (
     "append_keys one-head-128 bfloat16",
     "attend_decode 64x4-page-16 bfloat16",
     "attend_prefill 64-block-192-page-64-group-1 bfloat16",
+    "im2col no-padding bfloat16",
+    "rope_append 128x5 bfloat16",
+    "select_blocks 64x4-bound-ends bfloat16",
     "hybrid_gradient 513-normal float32-int4",
 )
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")

@@ -164,8 +164,7 @@ def drawn(case: Case, kept: Tensor) -> list[Tensor]:
     Entries of a graph's adjacency that are no edges are zeros inside kept blocks.
     """
     where = gpu(None)
-    density = float(kept.float().mean())
-    count = cold_copies((case.out, case.k), max(1, round(16 * density)), where)
+    count = cold_copies((int(kept.sum()), case.block**2), 16, where)
     generator = torch.Generator(where).manual_seed(0)
     if case.layer.startswith("gnn"):
         adjacency = normalised(case, where)

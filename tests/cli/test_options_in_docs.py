@@ -16,6 +16,7 @@ PAGES = {
     "comm-report": "comm.md",
     "compare": "evaluate.md",
     "evaluate": "evaluate.md",
+    "profile": "profile.md",
     "recover": "recover.md",
 }
 GROUP: Any = typer.main.get_command(app)

@@ -109,9 +109,10 @@ def test_sparse_convolutions_are_exact(
     conv.weight.copy_(torch.randint(-2, 3, conv.weight.shape))
     assert conv.bias is not None
     conv.bias.copy_(torch.randint(-3, 4, conv.bias.shape))
+    bias = conv.bias.clone()
     layer = Convolution.from_conv(conv)
     assert isinstance(layer.linear, nn.Linear)
-    weight = layer.linear.weight.bfloat16()
+    weight = layer.linear.weight.bfloat16().clone()  # The layer goes to the GPU, its module too.
     if kind == "2:4":
         weight = magnitude(weight, NMPattern(2, 4))
         stored = NM.from_dense(weight)
@@ -126,7 +127,7 @@ def test_sparse_convolutions_are_exact(
     layer = layer.to(device, torch.bfloat16).requires_grad_(False)
     x = torch.randint(-2, 3, (5, 64, 14, 11)).to(memory_format=LAST)
     taps = weight.view(128, 3, 3, 64).permute(0, 3, 1, 2).double()
-    want = nn.functional.conv2d(x.double(), taps, conv.bias.double(), stride, 1)
+    want = nn.functional.conv2d(x.double(), taps, bias.double(), stride, 1)
     want = (want if kind == "dense" else want.relu()).bfloat16()
     on_device = x.to(device, torch.bfloat16)
     y = layer(on_device)

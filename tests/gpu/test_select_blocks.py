@@ -79,7 +79,13 @@ def check_clusters(p: Problem, kind: str, device: torch.device, sizes: list[int]
             frame = torch.full((each.numel() + 2 * guard,), -7, dtype=torch.int32, device=device)
             frames.append(frame)
             results.append(frame[guard : guard + each.numel()].view(each.shape))
-        asked = (on.lengths, p.blocks.block, wanted, Choice(None, sizes))
+        # Lists are as long as select made them: no longer than a row has blocks.
+        asked = (
+            on.lengths,
+            p.blocks.block,
+            wanted,
+            Choice(None, [k, *want[0].shape[2:], *sizes[2:]]),
+        )
         enqueue_choice(results, on.q, on.kept, asked, cluster)
         for frame, mine, other in zip(frames, results, want, strict=True):
             assert torch.equal(mine, other)

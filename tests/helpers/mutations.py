@@ -157,10 +157,11 @@ CAUGHT = (
         *("", "attend_decode", "64x4"),
     ),
     Mutation(
-        "select reads counts of other warps that are not there",
+        "select adds masses of other warps that are not there",
         "ops/select/kernel.cuh",
-        "s.warp_ties[warp] = ties;\n  __syncthreads();\n",
-        *(f"s.warp_ties[warp] = ties;\n{_PAUSE}", "select", "one-block-rank", "float32"),
+        "s.warp_sums[1][warp] = of_forced;\n  __syncthreads();\n",
+        f"s.warp_sums[1][warp] = of_forced;\n{_PAUSE}",
+        *("select", "one-block-top-p", "float32"),
     ),
     Mutation(
         "select adds digits that other blocks still count",
@@ -176,10 +177,15 @@ CAUGHT = (
         *("quantize_rows", "block", "bfloat16-int8"),
     ),
     Mutation(
-        "score_blocks writes shares before all blocks are added up",
-        "ops/score_blocks/kernel.cuh",
-        "      cluster_sync();\n      merge<C>",
-        *(_PAUSE + "      merge<C>", "score_blocks", "groups-of-16-128-bound"),
+        "score_blocks merges shares that have not come",
+        "ops/score_blocks/scores.cuh",
+        "      mbarrier_wait(shared_address(&s.parts_are_there), 0);\n",
+        *("", "score_blocks", "groups-of-16-128-bound"),
+    ),
+    Mutation(
+        "select_blocks chooses among ranks that have not come",
+        *("ops/score_blocks/choose.cuh", "  mbarrier_wait(bar, 0);\n", ""),
+        *("select_blocks", "128x4-bound"),
     ),
     Mutation(
         "csr_matmul adds slices that are not there",

@@ -176,6 +176,7 @@ def test_names_are_unique_and_every_operator_is_there() -> None:
         *("pack_nm", "spmm_nm", "spmm_nm_scaled", "spmm_nm_int4", "spmm_nm_experts", "spmm_bsr"),
         *("spmm_csr", "csr_matmul", "sddmm_csr", "quantize_rows", "select", "score_blocks"),
         *("append_keys", "attend_decode", "attend_prefill", "hybrid_gradient", "SparseLinear"),
+        *("im2col", "rope_append", "select_blocks", "sddmm_bsr"),
     }
     assert quick == public
 
@@ -197,6 +198,8 @@ _PLACES = {
     "attend_decode": "attend_decode",
     "attend_prefill": "attend_prefill",
     "hybrid_gradient": "hybrid_gradient",
+    "rope_append": "rope_append",
+    "select_blocks": "select_blocks",
 }
 
 

@@ -17,6 +17,9 @@ from .options import command
 class Doctor:
     """Options of `hopsparse doctor`."""
 
+    smoke: Annotated[
+        bool, typer.Option("--smoke/--no-smoke", help="Run one small kernel on each Hopper GPU.")
+    ] = True
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
 
 
@@ -39,9 +42,12 @@ class Ability:
 
 def run(options: Doctor) -> None:
     """Show GPU, driver, compiler, libraries, cache and memory, and what works with them."""
+    from .health import smoke
     from .probe import gather
 
     facts = gather()
+    sees_gpu = bool(facts["torch"]["sees_gpu"]) and facts["nvrtc"]["path"] is not None
+    facts["smoke"] = smoke(facts["gpus"], sees_gpu=sees_gpu and options.smoke)
     able = abilities(facts)
     if options.json:
         document = {"hopsparse": __version__, **facts, "abilities": [asdict(each) for each in able]}
@@ -63,7 +69,9 @@ def abilities(facts: dict[str, Any]) -> list[Ability]:
         _needs(packages, "HTML report", ("matplotlib", "jinja2"), "report"),
         _compiling(facts),
         _running(facts, hopper),
-        _cached(facts["cache"]),
+        _smoked(facts.get("smoke", {"ran": [], "failed": {}}), bool(hopper)),
+        _cached(facts["cache"], facts["kernels"]),
+        _versions(facts["faults"]),
         _profiling(facts["profiling"], bool(hopper)),
     ]
 
@@ -109,7 +117,29 @@ def _running(facts: dict[str, Any], hopper: list[dict[str, Any]]) -> Ability:
     return Ability(name, True, ", ".join(_gpu_text(gpu) for gpu in hopper))
 
 
-def _cached(cache: dict[str, Any]) -> Ability:
+def _smoked(smoke: dict[str, Any], has_gpu: bool) -> Ability:
+    name = "clusters and TMA (smoke test)"
+    if not has_gpu:
+        return Ability(name, False, "no Hopper GPU", "a machine with an H100 or H200")
+    if smoke["failed"]:
+        told = "; ".join(f"GPU {index}: {why}" for index, why in smoke["failed"].items())
+        return Ability(name, False, told, "another driver, or another GPU")
+    if not smoke["ran"]:
+        return Ability(
+            name, False, "not run", "--smoke, where torch sees the GPU and NVRTC compiles"
+        )
+    return Ability(name, True, "GPU " + ", ".join(map(str, smoke["ran"])))
+
+
+def _versions(faults: list[dict[str, str]]) -> Ability:
+    name = "versions without known faults"
+    if not faults:
+        return Ability(name, True, "none is known to misbehave")
+    told = "; ".join(f"{each['what']} {each['why']}" for each in faults)
+    return Ability(name, False, told, "; ".join(each["install"] for each in faults))
+
+
+def _cached(cache: dict[str, Any], kernels: dict[str, int]) -> Ability:
     if not cache["writable"]:
         return Ability(
             "kernel cache",
@@ -117,6 +147,9 @@ def _cached(cache: dict[str, Any]) -> Ability:
             f"{cache['path']} cannot be written",
             f"set {CACHE_VARIABLE} to a folder that can",
         )
+    if kernels["damaged"]:
+        bad = f"{kernels['damaged']} of {kernels['kernels']} kernels in {cache['path']} are damaged"
+        return Ability("kernel cache", False, bad, "nothing: they are compiled again when needed")
     state = (
         f"{cache['entries']} files, {bytes_text(cache['bytes'])}" if cache["exists"] else "empty"
     )
@@ -180,6 +213,7 @@ def _print(facts: dict[str, Any], able: list[Ability]) -> None:
 def _gpu_row(gpu: dict[str, Any]) -> str:
     parts = [
         _gpu_text(gpu),
+        *(["a MIG slice"] if gpu["mig"] else []),
         f"compute capability {gpu['compute_capability']}",
         f"planned as {gpu['planned_as']}" if gpu["planned_as"] else "no kernels for it",
     ]

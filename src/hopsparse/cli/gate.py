@@ -56,7 +56,7 @@ def run_gate(options: Bench) -> None:
     facts = {**_facts(), "suite": options.suite or "micro"}
     cases, limits = cases_of(facts["suite"], device), limits_of(options, device.type)
     if options.baseline is not None:
-        _store(options.baseline, cases, device, facts)
+        _store(options.baseline, cases, device, facts, options.rounds or _STORED_ROUNDS)
         return
     rows: list[Row] = []
     for row in _judged(Path(str(options.gate)), cases, device, limits, facts):
@@ -191,20 +191,22 @@ def _against_stored(
         raise ArgumentError(
             f"no {case.name} in the baseline", need="every case", hint="--baseline FILE, made anew"
         )
-    first = judge_stored(stored[case.name], _anchored(case, device, 0), limits)
+    # Two runs that share no rounds need as many as were stored.
+    rounds = min(limits.most, len(stored[case.name][0]))
+    first = judge_stored(stored[case.name], _anchored(case, device, 0, rounds), limits)
     if not first.slower:
         return first, None
-    return judge_stored(stored[case.name], _anchored(case, device, 1), limits), first
+    return judge_stored(stored[case.name], _anchored(case, device, 1, rounds), limits), first
 
 
-def _anchored(case: Case, device: torch.device, seed: int) -> Samples:
+def _anchored(case: Case, device: torch.device, seed: int, rounds: int) -> Samples:
     """Times of this build, and of a product that no build changes, round by round."""
     import hopsparse
 
     from ..measure.pairs import paired
 
     calls = case.calls(hopsparse, device, seed)
-    anchor, own = paired(_anchor(device, len(calls)), calls, _STORED_ROUNDS, device)
+    anchor, own = paired(_anchor(device, len(calls)), calls, rounds, device)
     return own, anchor
 
 
@@ -222,14 +224,16 @@ def _anchor(device: torch.device, count: int) -> list[Call]:
     return [partial(F.linear, x, w)] * count
 
 
-def _store(path: Path, cases: Sequence[Case], device: torch.device, facts: Row) -> None:
+def _store(
+    path: Path, cases: Sequence[Case], device: torch.device, facts: Row, rounds: int
+) -> None:
     from ..measure.record import append
 
     if path.exists():
         raise ArgumentError(f"{path} exists", need="a new file", hint="another name")
     append(path, {"kind": _KIND, "schema": SCHEMA, **facts})
     for case in cases:
-        own, anchor = _anchored(case, device, 0)
+        own, anchor = _anchored(case, device, 0, rounds)
         append(path, {"case": case.name, "us": list(own), "anchor_us": list(anchor)})
     stdout().print(f"{path}: {len(cases)} cases", markup=False)
 

@@ -19,10 +19,12 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-from ..compiler import compile_unit, default_nvrtc
+from ..compiler import KernelCache, compile_unit, default_nvrtc
 from ..errors import HopsparseError
+from ..measure.profile.install import find_ncu
 from ..plan import TARGETS, Target, mig_slice
 from ..settings import Settings
+from .health import cache_health, faults_of
 
 _ATTRIBUTES = {
     "sm_count": 16,
@@ -43,22 +45,26 @@ _PACKAGES = (
     "cuda-bindings",
     "cuda-core",
     "nvidia-cuda-nvrtc",
+    "ncu-report",
 )
 
 
 def gather() -> dict[str, Any]:
     """Every fact that `hopsparse doctor` shows, as JSON values."""
-    gpus = probe_gpus()
+    gpus, driver = probe_gpus(), probe_driver()
+    packages = {name: _version(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": probe_cpu(),
-        "driver": probe_driver(),
+        "driver": driver,
         "gpus": gpus,
         "nvrtc": probe_nvrtc(),
         "torch": probe_torch(has_gpu=bool(gpus)),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages,
+        "faults": faults_of({**packages, "torch": _version("torch")}, driver),
         "cache": probe_cache(Settings.from_environment().cache_dir),
+        "kernels": cache_health(KernelCache.default()),
         "profiling": probe_profiling(),
     }
 
@@ -210,7 +216,8 @@ def probe_profiling() -> dict[str, Any]:
     found = re.search(r"RmProfilingAdminOnly: (\d)", _read("/proc/driver/nvidia/params"))
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     allowed = None if found is None else found[1] == "0" or is_root
-    return {"ncu": shutil.which("ncu"), "counters_allowed": allowed}
+    ncu = find_ncu()
+    return {"ncu": None if ncu is None else str(ncu), "counters_allowed": allowed}
 
 
 def _version(package: str) -> str | None:

@@ -163,6 +163,14 @@ class KernelCache:
         """The files of the folder that are entries, by name."""
         return self._files.entries()
 
+    def damaged(self) -> list[Path]:
+        """Those of them that are not, bit by bit, what was written; they are compiled again."""
+        return [path for path in self.entries() if not _is_whole(path)]
+
+    def unfinished(self) -> list[Path]:
+        """Files that are being written, or that killed writers left."""
+        return self._files.unfinished()
+
     def size_bytes(self) -> int:
         """Size of all entries."""
         return sum(_size(path) for path in self.entries())
@@ -171,7 +179,7 @@ class KernelCache:
         """Forget every kernel, in memory and on disk; gives the number of entries deleted."""
         self._loaded.clear()
         entries = self.entries()
-        for path in [*entries, *self._files.unfinished()]:
+        for path in [*entries, *self.unfinished()]:
             with suppress(OSError):
                 path.unlink()
         return len(entries) - len(self.entries())
@@ -279,3 +287,10 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return decode(path.read_bytes(), path.stem) is not None
+    except OSError:
+        return False

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 
-_RESAMPLES = 2000
+_RESAMPLES = 1000
 
 Samples = tuple[Sequence[float], Sequence[float]]
 
@@ -141,7 +141,7 @@ def decide(
         sample: Gives the times of so many rounds, of the base and of what is judged; it is called
             again for more, and once with 0 to begin anew with other data.
         limits: What counts.
-        least: Rounds of each batch.
+        least: Rounds of the first batch; later ones double what there is.
         confirm: Whether an alarm needs a second one.
 
     Returns:
@@ -158,12 +158,14 @@ def _until_narrow(sample: Callable[[int], Samples], limits: Limits, least: int) 
     base: list[float] = []
     new: list[float] = []
     while True:
-        a, b = sample(least)
+        # Twice as many each time: an interval costs more than a few rounds.
+        wanted = max(least, len(base))
+        a, b = sample(wanted)
         base += a
         new += b
         verdict = judge(base, new, limits)
         # Fewer rounds than asked for: there is no time for more.
-        if len(a) < least or len(base) >= limits.most or verdict.width <= limits.width:
+        if len(a) < wanted or len(base) >= limits.most or verdict.width <= limits.width:
             return verdict
 
 

@@ -70,7 +70,9 @@ class AcceleratedModel:
             ArgumentError: Another batch, no tokens, or more than there is room for.
         """
         self._check(ids, self._most)
-        if self.tokens:
+        if self._lengths:
+            torch._foreach_zero_(self._lengths)  # Keys that nothing counts need no zeros.
+        elif self.tokens:
             self._cache.reset()
         self.tokens, logits = 0, torch.empty(0)
         while self.tokens < ids.shape[1]:
@@ -152,7 +154,8 @@ class AcceleratedModel:
     def _counted(self, ids: Tensor, last: Tensor) -> Tensor:
         """A chunk that is filled up behind `last`: the cache counts the tokens up to it."""
         found = self._logits(ids, last)
-        torch._foreach_add_(self._lengths, (last + 1 - ids.shape[1])[0])
+        # One tensor for each: a single one would be read on the host.
+        torch._foreach_add_(self._lengths, [(last + 1 - ids.shape[1])[0]] * len(self._lengths))
         return found
 
     def _logits(self, ids: Tensor, last: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ from torch import Tensor
 from ...compiler import KernelCache
 from ...launch import KnownLaunches, Turn, current_stream, kernel_for, starts_early
 from ...plan.division import divisor
+from ...ranges import in_phase
 from .._windows import Windows
 from . import plan
 
 _BOUND = KnownLaunches()
 
 
+@in_phase("format", "im2col")
 def run(x: Tensor, windows: Windows) -> Tensor:
     """The windows of images that were checked.
 

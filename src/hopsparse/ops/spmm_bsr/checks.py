@@ -9,7 +9,7 @@ import torch
 
 from ...formats.bsr import BSR
 from ...formats.pattern import BlockPattern, parse_pattern
-from ...verify import Check, Trial, dense_weight, small_integers
+from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
 from .._product import Case
 from .cases import EDGE, SMOKE
@@ -18,6 +18,7 @@ from .kernel import ACTIVATIONS, Config
 from .op import spmm_bsr
 from .plan import CANDIDATES, FRAGMENT_CANDIDATES, candidates
 from .reference import apply_activation
+from .sddmm import sddmm_bsr
 from .strips import panels_of, width_of
 
 _OP = "spmm_bsr"
@@ -47,6 +48,14 @@ def checks() -> Iterator[Check]:
             yield _check(f"tile-{config.name}", dtype, trials, _side(config), quick=quick)
         trials = partial(_of_tile, config, torch.bfloat16, _TURNS)
         yield _check(f"tile-{config.name}-turns", torch.bfloat16, trials, _side(config))
+    for dtype in _DTYPES:
+        for sides in ((16, 16), (32, 64), (128, 128)):
+            # A kernel of Triton, which no launch of ours shows.
+            name = str(dtype).removeprefix("torch.")
+            trials = partial(_sampled, sides, dtype)
+            form = f"bsr-{sides[0]}x{sides[1]}"
+            quick = dtype == torch.bfloat16
+            yield Check("sddmm_bsr", "200x300", name, form, trials, kernel=False, quick=quick)
     few: tuple[_Tile, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
     for config in few:
         for act in ACTIVATIONS:
@@ -129,6 +138,27 @@ def _epilogues(config: _Tile, act: str, device: torch.device) -> Iterator[Trial]
         run = partial(spmm_bsr, BSR.from_dense(dense, block), config=chosen)
         for kind in (torch.bfloat16, torch.float32):
             yield epilogue_trial(run, x, dense, act, kind, apply_activation)
+
+
+def _sampled(block: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
+    """A product at the blocks of a pattern: the values alone are looked at."""
+    mask = dense_weight((200, 300), BlockPattern(*block, 0.5), dtype)
+    pattern = BSR.from_dense(mask, block)
+    a, b = small_integers((200, 70), dtype), small_integers((300, 70), dtype)
+    whole = wide_integers(a, b)
+    down, across = (-(-side // step) for side, step in zip((200, 300), block, strict=True))
+    padded = torch.zeros(down * block[0], across * block[1], dtype=torch.float64)
+    padded[:200, :300] = whole
+    rows = torch.repeat_interleave(torch.arange(down), pattern.indptr.diff().long())
+    tiles = padded.view(down, block[0], across, block[1]).transpose(1, 2)
+    value = tiles[rows, pattern.indices.long()].to(dtype).double()
+    on = pattern.to(device)
+    run = partial(_values_of, on, a.to(device), b.to(device))
+    yield Trial(run, [Expected(value, dtype)])
+
+
+def _values_of(pattern: BSR, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return sddmm_bsr(pattern, a, b).values
 
 
 def _strides(config: _Tile, device: torch.device) -> Iterator[Trial]:

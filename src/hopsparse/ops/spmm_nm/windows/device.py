@@ -20,6 +20,7 @@ from ....launch import (
     kernel_for,
     starts_early,
 )
+from ....ranges import in_phase
 from ....tune import machine_of
 from ..._windows import Windows
 from ..cost import Problem
@@ -67,6 +68,7 @@ class WindowLaunch(Launch):
         )
 
 
+@in_phase("sparse", "spmm_nm_windows")
 def run_windows(
     w: NM,
     x: Tensor,
