@@ -40,15 +40,26 @@ def install(model: Any) -> Callable[[], None]:
     Args:
         model: A causal language model of transformers. One with another attention is left alone.
     """
+    # Parts of a model may have a config of their own, and versions of transformers differ in which
+    # of them set_attn_implementation reaches.
+    configs = {id(each): each for each in map(_config_of, model.modules()) if each is not None}
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return lambda: None
-    model.set_attn_implementation(IMPLEMENTATION)
+    ours = [each for each in configs.values() if each._attn_implementation == "sdpa"]
+    for config in ours:
+        config._attn_implementation = IMPLEMENTATION
 
     def undo() -> None:
-        if model.config._attn_implementation == IMPLEMENTATION:
-            model.set_attn_implementation("sdpa")
+        for config in ours:
+            if config._attn_implementation == IMPLEMENTATION:
+                config._attn_implementation = "sdpa"
 
     return undo
+
+
+def _config_of(module: Any) -> Any:
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "_attn_implementation") else None
 
 
 def room_for(tokens: int) -> int:
