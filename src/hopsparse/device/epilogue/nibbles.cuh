@@ -25,8 +25,8 @@ __device__ __forceinline__ uint2 nibbles_to_s8(u32 word) {
   return in_turn(word << 4 & kHigh, word & kHigh);
 }
 
-// Two codes to a pair of 16-bit numbers: the earlier code, and the later one times kLater. Bytes 0 and
-// 2 of the word hold both codes. With code + 8 in the lower half behind 128 (bfloat16) or 1024
+// Two codes to a pair of 16-bit numbers: the earlier code, and the later one times kLater. Bytes 0
+// and 2 of the word hold both codes. With code + 8 in the lower half behind 128 (bfloat16) or 1024
 // (float16), the last bits count ones. In the upper half it is four bits further up: there float16
 // counts sixteens, and bfloat16, without anything before it, steps of 2^-129, over its subnormals
 // and its first binade. One multiply-add, exact, takes all that off again.
@@ -53,7 +53,8 @@ __device__ __forceinline__ u32 nibbles_to_pair(u32 twice, u32 times) {
   return pair;
 }
 
-// The scale that pairs of T are multiplied by: that of both codes, from the bfloat16 in the low half.
+// The scale that pairs of T are multiplied by: that of both codes, from the bfloat16 in the low
+// half.
 template <Type T>
 __device__ __forceinline__ u32 scale_of_pair(u32 scale) {
   u32 both = __byte_perm(scale, 0, 0x1010);

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...compiler import KernelCache
 from ...launch import KnownLaunches, Turn, current_stream, kernel_for, starts_early
 from ...plan.spec import KernelSpec
+from ...ranges import in_phase
 from . import plan
 from .plan import CHUNK, CHUNK_BYTES, Place
 
@@ -50,6 +51,7 @@ def why_no_gather(bounds: Sequence[int], itemsize: int, tokens: int) -> str | No
     return None if whole else "there are too many numbers"
 
 
+@in_phase("epilogue", "peer_sum")
 def peer_sum(
     y: Tensor,
     place: Place,

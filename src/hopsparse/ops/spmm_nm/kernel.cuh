@@ -86,9 +86,8 @@ struct Smem {
   // Sums of a part of k: of another block, where stages were; and of another warpgroup.
   static constexpr u32 kPart = kPanels * 64 * C::kTokens * 4;
   static constexpr u32 kWaysAt = (kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0) + 15) / 16 * 16;
-  static constexpr u32 kBytes =
-      C::kWays > 1 ? kWaysAt + (C::kWays - 1) * kPart
-                   : kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0);
+  static constexpr u32 kBytes = C::kWays > 1 ? kWaysAt + (C::kWays - 1) * kPart
+                                             : kExpertsAt + (C::kExperts ? kMostExperts * 4 : 0);
   static_assert((C::kClusterK - 1) * kPart <= kStoreAt);
 };
 

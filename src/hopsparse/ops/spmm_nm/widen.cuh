@@ -1,8 +1,9 @@
-// Codes of 4 bits, two a byte, to E4M3 of code * 2^-9, once for all blocks of the product behind it.
+// Codes of 4 bits, two a byte, to E4M3 of code * 2^-9, once for all blocks of the product behind
+// it.
 //   thread  kEach times 8 bytes to 16, the ones of a warp side by side
 //   grid    as many blocks as run at once, at most; each walks over the rest
-// Bound: bytes, half of those it writes and those, which stay in L2 for the product. The product may
-// start while this still runs: then all that was ahead of this kernel has ended.
+// Bound: bytes, half of those it writes and those, which stay in L2 for the product. The product
+// may start while this still runs: then all that was ahead of this kernel has ended.
 
 #include "epilogue/nibbles.cuh"
 #include "ptx/base.cuh"

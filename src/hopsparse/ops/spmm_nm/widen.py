@@ -14,7 +14,7 @@ MOST_PIECES = 2**31 - 1
 #: x, y, pitch of x, rows, pieces of a row.
 ARGS = Struct("<2Q q 2I")
 #: Instructions that the kernel must hold: it stores 16 bytes at a time.
-SASS = ("LDG.E.64", "STG.E.128", "ACQBULK")
+SASS = ("LDG.E.NA.LTC128B.64", "STG.E.128", "ACQBULK")
 
 
 @cache
