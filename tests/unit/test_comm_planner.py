@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -102,5 +104,19 @@ def test_a_plan_needs_gradients_that_mean_the_same() -> None:
 def test_a_link_comes_back_from_a_checkpoint() -> None:
     found = link(3e8, 1e-4)
     assert Link.from_tensor(found.to_tensor()) == found
-    with pytest.raises(ArgumentError, match="seven positive times"):
-        Link.from_tensor(torch.zeros(7))
+    halved = replace(found, half_s=2e-4)
+    assert Link.from_tensor(halved.to_tensor()) == halved
+    assert Link.from_tensor(halved.to_tensor()[:7]) == found
+    for wrong in (torch.zeros(8), torch.ones(6), -halved.to_tensor()):
+        with pytest.raises(ArgumentError, match="8 times"):
+            Link.from_tensor(wrong)
+
+
+def test_conversions_that_take_longer_than_they_save_are_left_out() -> None:
+    fast = link(2e11, 2e-5, coding=5e-9)
+    large = [torch.Size([1 << 26])]
+    assert plan_bucket(large, fast, HybridOptions(), ranks=2).method == "bf16"
+    late = replace(fast, half_s=1e-3)
+    found = plan_bucket(large, late, HybridOptions(), ranks=2)
+    assert found.method == "dense"
+    assert found.predicted_ms["bf16"] > found.predicted_ms["dense"]

@@ -3,7 +3,7 @@
 # Annotations are values here: DDP compares those of a hook with the classes that it knows.
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def plan_bucket(
     values = sum(shape.numel() for shape in shapes)
     seconds = {
         DENSE: link.reduce_s + 4 * values * link.reduce_byte_s,
-        HALF: link.reduce_s + 2 * values * link.half_byte_s,
+        HALF: (link.half_s or link.reduce_s) + 2 * values * link.half_byte_s,
         HYBRID: _hybrid_s(shapes, link, options, ranks),
     }
     if rank is not None:
@@ -211,7 +211,8 @@ class PlannedState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What `HybridState.state_dict` gives, and the link; zeros where none was measured."""
-        link = torch.zeros(7, dtype=torch.float64) if self.link is None else self.link.to_tensor()
+        nothing = torch.zeros(len(fields(Link)), dtype=torch.float64)
+        link = nothing if self.link is None else self.link.to_tensor()
         return {**self.state.state_dict(), "link": link}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
