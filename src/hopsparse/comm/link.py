@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -125,9 +126,9 @@ def _line(
     # All ranks know the same time, and go the same way.
     while large < _FAST_S and size < _LARGEST:
         size *= 8
-        large = _slowest(group, device, lambda: exchanged(size), 1)
+        large = _slowest(group, device, partial(exchanged, size), 1)
     if large < _SLOW_S:
-        large = _slowest(group, device, lambda: exchanged(size), _ROUNDS)
+        large = _slowest(group, device, partial(exchanged, size), _ROUNDS)
     return small, max(large - small, 1e-9) / (size - _SMALL)
 
 
