@@ -9,7 +9,7 @@ A row is one tile, or the dense product, of one problem. Weights are rotated pas
 tile is checked first, as the tuner does it; one that is wrong has no time and says why. With --fit
 nothing is timed: the model of ops/spmm_nm/cost.py is held against the rows, and what its first
 choice costs against the fastest tile is printed. With --search too, constants that fit the rows
-better are looked for first, from those of the model, and printed.
+better are looked for first, from those of the model, and printed; with names, of those alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ from hopsparse.measure.coded_peers import coded_ways
 from hopsparse.measure.codes import CodedWeight
 from hopsparse.measure.fault import named
 from hopsparse.measure.record import append, done, environment, read
+from hopsparse.measure.reference import cold_copies
 from hopsparse.measure.suite import read_suite
 from hopsparse.ops.spmm_nm.chooser import coded_us
 from hopsparse.ops.spmm_nm.cost import FITTED, Constants, predicted_us, suits
+from hopsparse.ops.spmm_nm.int4.plan import KINDS as FOUR_BITS
+from hopsparse.ops.spmm_nm.int4.plan import Kind as FourBits
+from hopsparse.ops.spmm_nm.int4.plan import candidates_int4
+from hopsparse.ops.spmm_nm.int4.tuning import Int4Layer
 from hopsparse.ops.spmm_nm.kernel import Config, Numbers
-from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, eight_bit
+from hopsparse.ops.spmm_nm.plan import CANDIDATES, Problem, candidates, eight_bit, four_bit
 from hopsparse.ops.spmm_nm.scaled.plan import (
     CODES,
     SUMS,
@@ -80,10 +85,12 @@ class Kind:
     Attributes:
         dtype: Of w and x.
         numbers: Of codes; None for 16 bits.
+        four: A weight of 4 bits by group; None for another.
     """
 
     dtype: str
     numbers: Numbers | None = None
+    four: FourBits | None = None
 
     @property
     def sums(self) -> str:
@@ -93,7 +100,9 @@ class Kind:
     @property
     def configs(self) -> Sequence[Config]:
         """Every tile."""
-        return CANDIDATES if self.numbers is None else eight_bit(self.numbers)
+        if self.numbers is None:
+            return CANDIDATES
+        return eight_bit(self.numbers) if self.four is None else four_bit(self.numbers)
 
     def predicted_us(self, config: Config, problem: Problem) -> float:
         """By the cost model."""
@@ -105,8 +114,10 @@ class Kind:
         """Tiles that suit a problem, and are predicted to take at most `far` times the best."""
         if self.numbers is None:
             suited = candidates(problem, SMS)
-        else:
+        elif self.four is None:
             suited = candidates_scaled(problem, self.numbers, SMS)
+        else:
+            suited = candidates_int4(problem, self.numbers, SMS)
         most = far * self.predicted_us(suited[0], problem)
         return [config for config in suited if self.predicted_us(config, problem) <= most]
 
@@ -119,6 +130,10 @@ def measure(problem: Problem, kind: Kind, rounds: int, far: float) -> list[dict[
         plain = Layer(problem, kind.dtype, device).steps()
         steps: Steps[Any, Any] = plain
         ready[DENSE] = plain.prepare(None)
+    elif kind.four is not None:
+        decoded = Int4Layer(problem, kind.four, device)
+        steps = decoded.steps()
+        ready[DENSE] = decoded_of(decoded)
     else:
         layer = CodesLayer(problem, kind.numbers, device)
         steps = layer.steps()
@@ -171,6 +186,13 @@ def dense_of(layer: CodesLayer) -> Calls:
     return [partial(way.prepare(each, None), layer.input) for each in copies]
 
 
+def decoded_of(layer: Int4Layer) -> Calls:
+    """The dense product in 16 bits of what a weight of 4 bits stands for."""
+    wide, x = layer.first.to_dense(), layer.whole.wide_x
+    copies = [wide.clone() for _ in range(cold_copies(tuple(wide.shape), 16, layer.device))]
+    return [partial(torch.nn.functional.linear, x, each) for each in copies]
+
+
 def run(options: argparse.Namespace, kind: Kind) -> None:
     """Measure what the file lacks, as long as there is time."""
     end = time.monotonic() + options.budget_s
@@ -201,23 +223,30 @@ def problems_of(options: argparse.Namespace, kind: Kind) -> list[Problem]:
     else:
         suite = read_suite(options.suite)
         found = list(dict.fromkeys(Problem(each.tokens, each.out, each.k) for each in suite))
-    return [each for each in found if options.tokens is None or each.tokens in options.tokens]
+    return [
+        each
+        for each in found
+        if (options.tokens is None or each.tokens in options.tokens)
+        and (options.layers is None or f"{each.out}x{each.k}" in options.layers)
+    ]
 
 
-def fit(path: Path, look: bool) -> None:
+def fit(path: Path, look: Sequence[str] | None) -> None:
     """How far off the model is, and what that costs, for each kind of product in the file."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in read(path):
         rows[row.get("dtype", "bfloat16"), row.get("sums", "")].append(row)
     kinds = {words: kind_of_words(*words) for words in rows}
-    for bits in {kind.configs[0].bits for kind in kinds.values()} if look else ():
-        search(bits, [(k, rows[w]) for w, k in kinds.items() if k.configs[0].bits == bits])
+    for bits in {kind.configs[0].bits for kind in kinds.values()} if look is not None else ():
+        search(bits, [(k, rows[w]) for w, k in kinds.items() if k.configs[0].bits == bits], look)
     for words, found in rows.items():
         print(" ".join(words).rstrip())
         fit_kind(kinds[words], found)
 
 
-def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) -> None:
+def search(
+    bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]], only: Sequence[str]
+) -> None:
     """Change one constant after the other as long as that helps; leaves them so.
 
     What counts is the mean square of log(predicted / measured) of tiles within FAR of the fastest,
@@ -243,7 +272,11 @@ def search(bits: int, found: Sequence[tuple[Kind, Sequence[dict[str, Any]]]]) ->
         return statistics.fmean(off) + 10 * statistics.fmean(costs)
 
     facts = ("clocks_us", "least_tokens")
-    names = [field.name for field in fields(Constants) if field.name not in facts]
+    names = [
+        field.name
+        for field in fields(Constants)
+        if (field.name in only if only else field.name not in facts)
+    ]
     known = FITTED[bits]
     least, step = loss(known), 0.2
     while step > 0.01:
@@ -298,6 +331,9 @@ def fit_kind(kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
 
 def kind_of_words(dtype: str, sums: str) -> Kind:
     """A kind by the words of a row."""
+    if dtype in FOUR_BITS:
+        four = FourBits.parse(dtype)
+        return Kind(dtype, four.numbers, four)
     if dtype not in CODES:
         return Kind(dtype)
     how = sums if sums in SUMS else SUMS[0]
@@ -309,12 +345,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fit", type=Path)
-    parser.add_argument("--search", action="store_true", help="look for better constants")
+    parser.add_argument(
+        "--search", nargs="*", metavar="NAME", help="look for better constants, or for these alone"
+    )
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--suite", help="its layers and tokens, instead of those of this file")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float16", *CODES), help="of w and x"
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", *CODES, *FOUR_BITS),
+        help="of w and x",
     )
     parser.add_argument(
         "--sums", default=SUMS[0], choices=(*SUMS, "grouped"), help="of 8-bit floats"
@@ -325,6 +366,7 @@ def main() -> None:
         help=f"times the best prediction: not timed; {FAR}, of codes {FAR_OF_CODES}",
     )
     parser.add_argument("--tokens", type=int, nargs="*", help="only these counts")
+    parser.add_argument("--layers", nargs="*", help="only these, as 28672x4096")
     options = parser.parse_args()
     if options.fit and not options.fit.is_file():
         parser.error(f"--fit {options.fit}: no such file")

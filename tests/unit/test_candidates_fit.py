@@ -50,9 +50,9 @@ def test_constants_are_found_again(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     FITTED[8] = known
-    candidates.fit(path, False)
+    candidates.fit(path, None)
     before = capsys.readouterr().out
-    candidates.fit(path, True)
+    candidates.fit(path, [])
     after = capsys.readouterr().out
     for told in (before, after):
         assert [line for line in told.splitlines() if line in map(" ".join, kinds)] == list(
@@ -78,5 +78,5 @@ def test_rows_of_16_bits_that_name_no_dtype_are_bfloat16(
     rows = BENCHMARKS / "results/h200/spmm_nm_candidates.jsonl"
     few = tmp_path / "few.jsonl"
     few.write_text("".join(rows.read_text().splitlines(keepends=True)[:200]))
-    candidates.fit(few, False)
+    candidates.fit(few, None)
     assert capsys.readouterr().out.startswith("bfloat16\n")
