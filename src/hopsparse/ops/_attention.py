@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ._paged import PagedKV
+from ._paged import PagedKV, wide
 
 
 def softmax_product(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(scores) @ values and the LSE; zeros and -inf where every score is -inf.
 
     Args:
-        scores: float32 [..., queries, n].
-        values: float32 [..., n, dim].
+        scores: Wide, [..., queries, n].
+        values: Wide, [..., n, dim].
     """
     if scores.shape[-1] == 0:
         nothing = scores.new_full(scores.shape[:-1], -torch.inf)
@@ -31,7 +31,7 @@ def softmax_product(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def empty_results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """What attention of q gives, by shape: out and the LSE; the rule of both operators."""
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
 
 
 def checked_scale(op: str, scale: float | None, dim: int) -> float:

@@ -15,6 +15,18 @@ QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEY_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers are multiplied and added in: float32, and float64 only for itself.
+
+    No public function takes float64; references do, for gradients to be checked by differences.
+
+    Example:
+        >>> wide(torch.bfloat16), wide(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class PagedKV:
     """A pool of pages, and which of them hold the tokens of each sequence.
@@ -83,6 +95,8 @@ def contiguous_pages(
     batch, heads, tokens, dim = keys.shape
     pages = -(-tokens // page)
     apart = _pages_apart(keys, page)
+    if batch > 1 and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        apart = None  # The gradient of a pool has room for all numbers that no table has.
     if apart is not None and apart == _pages_apart(values, page):
         # Pages of one sequence follow each other, and those of its other heads lie between them
         # and the next sequence: numbers that no table has.
@@ -114,30 +128,42 @@ def _pages_apart(each: Tensor, page: int) -> int | None:
 
 
 def gather_tokens(cache: PagedKV, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 keys and values [batch, lists, n, dim] at token positions; zeros where not wanted.
+    """Wide keys and values [batch, lists, n, dim] at token positions; zeros where not wanted.
 
     Args:
         cache: The pages.
         positions: int64 [batch, lists, n]; lists are those of heads of keys, or of query heads.
         wanted: bool, as positions; others are not read.
     """
-    batch, lists, _ = positions.shape
-    safe = positions.where(wanted, 0)
-    row = torch.arange(batch, device=safe.device)[:, None, None]
+    dtype = wide(cache.keys.dtype)
     if cache.table.shape[1] == 0 or cache.keys.shape[0] == 0:
-        nothing = cache.keys.new_zeros(
-            (*positions.shape, cache.keys.shape[-1]), dtype=torch.float32
-        )
+        nothing = cache.keys.new_zeros((*positions.shape, cache.keys.shape[-1]), dtype=dtype)
         return nothing, nothing
-    pages = cache.table.long()[row, safe // cache.page].where(wanted, 0)
-    head = torch.arange(lists, device=safe.device)[None, :, None] // (lists // cache.kv_heads)
-    at = (pages, head, safe % cache.page)
+    at = places_in_pool(cache, positions, wanted)
     found = []
     for pool, scale in ((cache.keys, cache.key_scale), (cache.values, cache.value_scale)):
-        taken = _take(pool, at).float() * scale
+        taken = _take(pool, at).to(dtype) * scale
         # Not a product: what lies behind the end may be NaN.
         found.append(taken.masked_fill(~wanted[..., None], 0.0))
     return found[0], found[1]
+
+
+def places_in_pool(
+    cache: PagedKV, positions: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Page, head and token of a page, of token positions; entry 0 of page 0 where not wanted.
+
+    Args:
+        cache: The pages; neither its table nor its pool is empty.
+        positions: int64 [batch, lists, n].
+        wanted: bool, as positions.
+    """
+    batch, lists, _ = positions.shape
+    safe = positions.where(wanted, 0)
+    row = torch.arange(batch, device=safe.device)[:, None, None]
+    pages = cache.table.long()[row, safe // cache.page].where(wanted, 0)
+    head = torch.arange(lists, device=safe.device)[None, :, None] // (lists // cache.kv_heads)
+    return pages, head, safe % cache.page
 
 
 def _take(pool: Tensor, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import cache as once
+from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from ...errors import ArgumentError
-from .._attention import checked_scale, refuse_gradients
+from ...errors import ArgumentError, UnsupportedError
+from .._attention import checked_scale
 from .._paged import (
     QUERY_DTYPES,
     PagedKV,
@@ -23,7 +25,7 @@ from .._paged import (
     parts_of,
 )
 from .._product import is_dense, is_hopper, told
-from .dispatch import register_on_gpu, run_reference, traced
+from .dispatch import both_of, register_on_gpu, run_gradient_reference, run_reference, traced
 
 _OP = "attend_prefill"
 
@@ -44,7 +46,10 @@ def attend_prefill(
     prompt, or a chunk of it. Every `block` queries from the first of the chunk on have a list of
     blocks of keys. A query without a key gives zeros and an LSE of -inf. A kernel on a Hopper GPU
     where keys are of 16 bits, the head dimension is 64 or 128, pages have 16, 32, 64 or 128 tokens
-    and blocks a multiple of 64; else torch, which waits for the GPU. No gradient.
+    and blocks a multiple of 64; else Triton, or without it torch, which waits for the GPU.
+
+    Differentiable in q, `cache.keys` and `cache.values`, by the output and by the LSE; pages that
+    several sequences or heads read get the sum. On a GPU by Triton, without a wait.
 
     Args:
         q: [tokens, heads, dim], all sequences behind each other; float32, bfloat16 or float16.
@@ -62,8 +67,8 @@ def attend_prefill(
 
     Raises:
         ArgumentError: Arguments do not fit each other. On the CPU values are looked at too.
-        UnsupportedError: A gradient would be needed; a CUDA graph is being captured, and the
-            kernels are not loaded yet.
+        UnsupportedError: A gradient is needed with keys of 8 bits, or scales of keys or values; a
+            CUDA graph is being captured, and the kernels are not loaded yet.
 
     Example:
         >>> import torch
@@ -80,9 +85,20 @@ def attend_prefill(
     _check_lists(q, cache, indices, counts, -(-longest // block))
     if indices is not None and looks_at_values(q):
         check_listed(_OP, indices, counts, -(-cache.capacity // block))
-    refuse_gradients(_OP, q, cache)
+    _check_gradient(q, cache)
     tensors, scales = parts_of(cache, checked_scale(_OP, scale, q.shape[2]))
-    return traced(q.detach(), starts, tensors, indices, counts, block, scales)
+    return traced(q, starts, tensors, indices, counts, block, scales)
+
+
+def _check_gradient(q: Tensor, cache: PagedKV) -> None:
+    if cache.keys.dtype == q.dtype and (cache.key_scale, cache.value_scale) == (1.0, 1.0):
+        return
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, cache.keys, cache.values)):
+        raise UnsupportedError(
+            f"{_OP}: a gradient, with keys of {cache.keys.dtype} that have scales",
+            need=f"keys and values of {q.dtype}, without scales",
+            hint="torch.no_grad(), or a cache that is not quantized, to train",
+        )
 
 
 def _check_query(q: Tensor, cache: PagedKV) -> PagedKV:
@@ -150,17 +166,47 @@ def _run_on_gpu(
     block: int,
     scales: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """The kernel where there is one for this GPU, these keys and these blocks."""
-    lists = (indices, counts)
+    """The kernel where there is one for this GPU, these keys and these blocks; else Triton's."""
+    cache, lists = cache_of(tensors, scales), (indices, counts)
     hopper = is_hopper(q.get_device())
-    if not hopper or not _device().fits(q, cache_of(tensors, scales), lists, block, scales[0]):
-        return run_reference(q, starts, tensors, indices, counts, block, scales)
-    cache = cache_of(tensors, scales)
-    found: tuple[Tensor, Tensor] = _device().run(q, starts, cache, lists, block, scales[0])
+    if hopper and _device().fits(q, cache, lists, block, scales[0]):
+        found: tuple[Tensor, Tensor] = _device().run(q, starts, cache, lists, block, scales[0])
+    elif has_triton() and _triton().fits(q, cache, indices, block, hopper):
+        found = _triton().run(q, starts, cache, lists, block, scales[0])
+    else:
+        found = run_reference(q, starts, tensors, indices, counts, block, scales)
     return found
 
 
-register_on_gpu(_run_on_gpu)
+def _gradient_on_gpu(
+    given: list[Tensor],
+    kept: list[Tensor],
+    starts: Tensor,
+    tensors: list[Tensor],
+    lists: list[Tensor],
+    block: int,
+    scales: list[float],
+    of_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By Triton, where it is installed."""
+    cache, both = cache_of(tensors, scales), both_of(lists)
+    if not has_triton() or not _triton().fits(kept[0], cache, both[0], block, False):
+        return run_gradient_reference(
+            given, kept, starts, tensors, lists, block, scales, of_keys
+        )
+    found: tuple[Tensor, Tensor, Tensor] = _triton_gradient().run(
+        (given[0], given[1]), kept, starts, cache, both, block, scales[0], of_keys
+    )
+    return found
+
+
+register_on_gpu(_run_on_gpu, _gradient_on_gpu)
+
+
+@once
+def has_triton() -> bool:
+    """Whether it is installed; it is not imported."""
+    return find_spec("triton") is not None
 
 
 @once
@@ -169,3 +215,17 @@ def _device() -> ModuleType:
     from . import device
 
     return device
+
+
+@once
+def _triton() -> ModuleType:
+    from . import triton  # Half a second, which nobody pays whom the other kernel serves.
+
+    return triton
+
+
+@once
+def _triton_gradient() -> ModuleType:
+    from . import triton_gradient
+
+    return triton_gradient

@@ -1,0 +1,262 @@
+"""The gradient of attend_prefill in Triton: one kernel for q, one for keys and values.
+
+That of q walks lists as the forward does. That of keys and values has a program for some tokens of
+a page: it walks the sequences that read the page, and for each the queries whose lists name the
+block, by the lists the other way round (transposed.py). Its sums stay in registers and are rounded
+once, so that no addition is atomic and two runs have the same bits, also where sequences share
+pages. Weights are computed again from the LSE.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ranges import in_phase
+from .._paged import PagedKV
+from .gradient import shift_of
+from .transposed import queries_of_blocks, readers_of_pages, tiles_of_queries
+from .triton import (
+    Lists,
+    keys_at,
+    list_of_tile,
+    listed_of,
+    lists_of,
+    pools_of,
+    queries_of_tile,
+    rows_of_pool,
+    rows_of_queries,
+    shape_of,
+    sizes_of,
+    table_of,
+    warps_of,
+)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_queries(  # type: ignore[no-untyped-def]
+    given,  # q, gradient of the output, LSE, shift
+    pools,
+    table,
+    tiles,
+    lists,
+    result,
+    sizes,  # tokens, batch, heads, heads of keys
+    of_lists,
+    scale,
+    SHAPE: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    q, grad, lse, shift = given
+    keys, values, key_steps, value_steps = pools
+    pages_of, lengths, pages, width, blocks = table
+    tokens, batch, heads, kv_heads = sizes
+    DIM: tl.constexpr = SHAPE[0]
+    PADDED: tl.constexpr = SHAPE[1]
+    BLOCK: tl.constexpr = SHAPE[3]
+    QUERIES: tl.constexpr = SHAPE[4]
+    KEYS: tl.constexpr = SHAPE[5]
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    kv = head // (heads // kv_heads)
+    sequence, number, row, place, exists = queries_of_tile(
+        tile, tiles, lengths, tokens, batch, QUERIES
+    )
+    mine = rows_of_queries(q, row, head, heads, exists, SHAPE)
+    slope_out = rows_of_queries(grad, row, head, heads, exists, SHAPE)
+    to = row.to(tl.int64) * heads + head
+    own_lse = tl.load(lse + to, mask=exists, other=0.0) * LOG2_E
+    own_shift = tl.load(shift + to, mask=exists, other=0.0)
+    last = tl.max(tl.where(exists, place, -1), 0)
+    listed = lists[0]
+    steps = tl.cdiv(last + 1, KEYS)
+    if LISTED != 0:
+        q_block = number * QUERIES // BLOCK
+        listed, entries = list_of_tile(lists, of_lists, sequence, head, q_block, LISTED)
+        steps = tl.where(last >= 0, entries * (BLOCK // KEYS), 0)
+    own = pages_of + sequence.to(tl.int64) * width
+    facts = (own, last, tl.load(lengths + sequence), pages, width, blocks)
+    sums = tl.zeros((QUERIES, PADDED), tl.float32)
+    for at in range(steps):
+        token, page, wanted = keys_at(at, listed, facts, SHAPE, LISTED)
+        k = rows_of_pool(keys, key_steps, page, kv, token, wanted, SHAPE)
+        v = rows_of_pool(values, value_steps, page, kv, token, wanted, SHAPE)
+        scores = tl.dot(mine, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+        seen = wanted[None, :] & (token[None, :] <= place[:, None])
+        weights = tl.exp2(tl.where(seen, scores - own_lse[:, None], float("-inf")))
+        of_weights = tl.dot(slope_out, tl.trans(v), input_precision="ieee")
+        slope = weights * (of_weights - own_shift[:, None])
+        sums = tl.dot(slope.to(k.dtype), k, sums, input_precision="ieee")
+    column = tl.arange(0, PADDED)
+    mask = exists[:, None] & (column < DIM)[None, :]
+    found = (sums * scale).to(result.dtype.element_ty)
+    tl.store(result + to[:, None] * DIM + column[None, :], found, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_keys(  # type: ignore[no-untyped-def]
+    given,  # q, gradient of the output, LSE, shift
+    pools,
+    readers,  # where those of a page begin, entries of the table, lengths, starts, width
+    transposed,  # where the queries of a block begin, blocks of queries, lists, blocks
+    results,  # of keys, of values
+    sizes,  # tokens, heads, heads of keys
+    scale,
+    SHAPE: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    q, grad, lse, shift = given
+    keys, values, key_steps, value_steps = pools
+    first_reader, entry_of, lengths, starts, width = readers
+    first_query, q_block_of, lists, blocks = transposed
+    tokens, heads, kv_heads = sizes
+    DIM: tl.constexpr = SHAPE[0]
+    PADDED: tl.constexpr = SHAPE[1]
+    PAGE: tl.constexpr = SHAPE[2]
+    BLOCK: tl.constexpr = SHAPE[3]
+    QUERIES: tl.constexpr = SHAPE[4]
+    KEYS: tl.constexpr = SHAPE[5]
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    page = tl.program_id(0) // (PAGE // KEYS)
+    inner = tl.program_id(0) % (PAGE // KEYS) * KEYS + tl.arange(0, KEYS)
+    kv = tl.program_id(1)
+    group = heads // kv_heads
+    of_keys = tl.zeros((KEYS, PADDED), tl.float32)
+    of_values = tl.zeros((KEYS, PADDED), tl.float32)
+    for reader in range(tl.load(first_reader + page), tl.load(first_reader + page + 1)):
+        entry = tl.load(entry_of + reader)
+        sequence = entry // width
+        token = entry % width * PAGE + inner
+        length = tl.load(lengths + sequence)
+        begin = tl.load(starts + sequence)
+        count = tl.load(starts + sequence + 1) - begin
+        before = length - count
+        wanted = token < length
+        k = rows_of_pool(keys, key_steps, page, kv, inner, wanted, SHAPE)
+        v = rows_of_pool(values, value_steps, page, kv, inner, wanted, SHAPE)
+        for head in range(kv * group, kv * group + group):
+            if LISTED == 0:
+                start = tl.maximum(tl.min(token, 0) - before, 0) // QUERIES
+                steps = tl.cdiv(count, QUERIES) - start
+            else:
+                own = sequence * lists + head // (heads // lists)
+                slot = first_query + own * blocks + entry % width * PAGE // BLOCK
+                start = tl.load(slot)
+                steps = (tl.load(slot + 1) - start) * (BLOCK // QUERIES)
+            for at in range(steps):
+                if LISTED == 0:
+                    first = (start + at) * QUERIES
+                else:
+                    parts: tl.constexpr = BLOCK // QUERIES
+                    first = tl.load(q_block_of + start + at // parts) * BLOCK + at % parts * QUERIES
+                step = first + tl.arange(0, QUERIES)
+                row = begin + step
+                exists = (step < count) & (row >= 0) & (row < tokens)
+                mine = rows_of_queries(q, row, head, heads, exists, SHAPE)
+                slope_out = rows_of_queries(grad, row, head, heads, exists, SHAPE)
+                place = row.to(tl.int64) * heads + head
+                own_lse = tl.load(lse + place, mask=exists, other=0.0) * LOG2_E
+                own_shift = tl.load(shift + place, mask=exists, other=0.0)
+                scores = tl.dot(k, tl.trans(mine), input_precision="ieee") * (scale * LOG2_E)
+                seen = wanted[:, None] & exists[None, :]
+                seen &= token[:, None] <= (before + step)[None, :]
+                weights = tl.exp2(tl.where(seen, scores - own_lse[None, :], float("-inf")))
+                of_values = tl.dot(
+                    weights.to(slope_out.dtype), slope_out, of_values, input_precision="ieee"
+                )
+                of_weights = tl.dot(v, tl.trans(slope_out), input_precision="ieee")
+                slope = weights * (of_weights - own_shift[None, :])
+                of_keys = tl.dot(slope.to(mine.dtype), mine, of_keys, input_precision="ieee")
+    column = tl.arange(0, PADDED)
+    to = ((page.to(tl.int64) * kv_heads + kv) * PAGE + inner)[:, None] * DIM + column[None, :]
+    mask = ((inner < PAGE)[:, None]) & (column < DIM)[None, :]
+    tl.store(results[0] + to, (of_keys * scale).to(results[0].dtype.element_ty), mask=mask)
+    tl.store(results[1] + to, of_values.to(results[1].dtype.element_ty), mask=mask)
+
+
+@in_phase("sparse", "attend_prefill")
+def run(
+    given: tuple[Tensor, Tensor],
+    kept: list[Tensor],
+    starts: Tensor,
+    cache: PagedKV,
+    lists: Lists,
+    block: int,
+    scale: float,
+    of_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, keys and values, of arguments that fit. Nothing waits for the GPU.
+
+    Args:
+        given: Gradients of the output and of the LSE.
+        kept: q, the output and the LSE.
+        starts: int32 [batch + 1].
+        cache: The pages, without scales.
+        lists: Indices and counts.
+        block: Tokens of a block.
+        scale: Of q.k.
+        of_keys: Whether those of keys and values are wanted; they are empty otherwise.
+    """
+    q, starts = kept[0].contiguous(), starts.contiguous()
+    shift = shift_of(given, (q, kept[1], kept[2]))
+    rows = (q, given[0].contiguous(), kept[2].contiguous(), shift.contiguous())
+    of_q = torch.empty_like(q)
+    shape = shape_of(q, cache, block, (64, 64))
+    tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
+    _of_queries[(tiles[0].shape[0], q.shape[1])](
+        rows,
+        pools_of(cache),
+        table_of(cache, block),
+        tiles,
+        *lists_of(lists, starts),
+        of_q,
+        (q.shape[0], cache.table.shape[0], q.shape[1], cache.kv_heads),
+        sizes_of(q, lists),
+        float(scale),
+        SHAPE=shape,
+        LISTED=listed_of(lists),
+        num_warps=warps_of(shape),
+    )
+    if not of_keys:
+        return of_q, cache.keys.new_empty(0), cache.values.new_empty(0)
+    return of_q, *_run_of_keys(rows, starts, cache, lists, block, scale)
+
+
+def _run_of_keys(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    starts: Tensor,
+    cache: PagedKV,
+    lists: Lists,
+    block: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    q = rows[0]
+    table, lengths, pages, width, blocks = table_of(cache, block)
+    dim, padded, page, _, queries, keys = shape_of(q, cache, block, (64, 64))
+    shape = (dim, padded, page, block, queries, min(keys, page & -page))
+    readers = readers_of_pages(table, lengths, page, pages)
+    indices, counts = lists
+    transposed, each = (starts, starts), 1
+    if indices is not None:
+        each = indices.shape[1]
+        transposed = queries_of_blocks((indices, counts), starts, lengths, block, blocks)
+    results = tuple(torch.empty(pool.shape, dtype=pool.dtype, device=pool.device)
+                    for pool in (cache.keys, cache.values))
+    _of_keys[(pages * (page // shape[5]), cache.kv_heads)](
+        rows,
+        pools_of(cache),
+        (*readers, lengths, starts, width),
+        (*transposed, each, blocks),
+        results,
+        (q.shape[0], q.shape[1], cache.kv_heads),
+        float(scale),
+        SHAPE=shape,
+        LISTED=min(1, listed_of(lists)),
+        num_warps=8 if shape[5] * padded >= 64 * 128 else 4,
+    )
+    return results[0], results[1]
