@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hopsparse.errors import ArgumentError, UnsupportedError
+from hopsparse.errors import ArgumentError
 from hopsparse.ops import attend_decode, attend_prefill, score_tiles, select
 from hopsparse.ops._paged import parts_of
 from hopsparse.ops.attend_prefill.dispatch import traced
@@ -169,11 +169,6 @@ def test_what_means_nothing_is_refused(changes: dict[str, Any], told: str) -> No
     arguments: dict[str, Any] = {"q": Q, "starts": STARTS, "cache": CACHE, "block": 16}
     with pytest.raises(ArgumentError, match=told):
         attend_prefill(**arguments | changes)
-
-
-def test_a_gradient_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="gradient"):
-        attend_prefill(Q.clone().requires_grad_(), STARTS, CACHE)
 
 
 def test_estimates_that_mean_nothing_are_refused() -> None:

@@ -58,18 +58,13 @@ def run_gradient_reference(
     found = gradient.attend_prefill_gradient(
         own, (kept[0], kept[1], kept[2]), starts, cache, every, block, scales[0]
     )
-    return found if of_keys else (found[0], *nothing_of(tensors))
+    return found if of_keys else (found[0], tensors[0].new_empty(0), tensors[1].new_empty(0))
 
 
 def both_of(lists: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Indices and counts of what an operator was passed."""
     indices, counts = (*lists, None, None)[:2]
     return indices, counts
-
-
-def nothing_of(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """In place of gradients of keys and values that nobody wants."""
-    return tensors[0].new_empty(0), tensors[1].new_empty(0)
 
 
 def _empty_gradients(
@@ -83,14 +78,11 @@ def _empty_gradients(
     of_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q = kept[0].new_empty(kept[0].shape)
-    if not of_keys:
-        return of_q, *nothing_of(tensors)
-    return of_q, *(each.new_empty(each.shape) for each in tensors[:2])
+    sizes = [each.shape if of_keys else (0,) for each in tensors[:2]]
+    return of_q, tensors[0].new_empty(sizes[0]), tensors[1].new_empty(sizes[1])
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
-) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, starts, tensors, indices, counts, block, scales = inputs
     ctx.save_for_backward(q, *output, starts, *tensors, indices, counts)
     ctx.block, ctx.scales = block, scales
@@ -115,7 +107,10 @@ def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[object, ...]:
         ctx.scales,
         of_keys or of_values,
     )
-    pools = [each if wanted else None for each, wanted in zip(found[1:], (of_keys, of_values))]
+    pools = [
+        each if wanted else None
+        for each, wanted in zip(found[1:], (of_keys, of_values), strict=True)
+    ]
     of_q = found[0] if ctx.needs_input_grad[0] else None
     return of_q, None, [*pools, None, None], None, None, None, None
 

@@ -9,7 +9,6 @@ Tokens that several sequences or lists read get the sum of what each of them giv
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._paged import PagedKV, gather_tokens, places_in_pool, wide

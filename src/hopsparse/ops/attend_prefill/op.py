@@ -93,7 +93,9 @@ def attend_prefill(
 def _check_gradient(q: Tensor, cache: PagedKV) -> None:
     if cache.keys.dtype == q.dtype and (cache.key_scale, cache.value_scale) == (1.0, 1.0):
         return
-    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, cache.keys, cache.values)):
+    if torch.is_grad_enabled() and any(
+        each.requires_grad for each in (q, cache.keys, cache.values)
+    ):
         raise UnsupportedError(
             f"{_OP}: a gradient, with keys of {cache.keys.dtype} that have scales",
             need=f"keys and values of {q.dtype}, without scales",
@@ -191,9 +193,7 @@ def _gradient_on_gpu(
     """By Triton, where it is installed."""
     cache, both = cache_of(tensors, scales), both_of(lists)
     if not has_triton() or not _triton().fits(kept[0], cache, both[0], block, False):
-        return run_gradient_reference(
-            given, kept, starts, tensors, lists, block, scales, of_keys
-        )
+        return run_gradient_reference(given, kept, starts, tensors, lists, block, scales, of_keys)
     found: tuple[Tensor, Tensor, Tensor] = _triton_gradient().run(
         (given[0], given[1]), kept, starts, cache, both, block, scales[0], of_keys
     )

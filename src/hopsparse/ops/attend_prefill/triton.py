@@ -22,6 +22,8 @@ from .transposed import tiles_of_queries
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST = 2**30  # tokens, and lists times blocks: the kernels add a few of them in 32 bits
 _MOST_DIM, _LEAST = 256, 16
+#: Most queries and keys of a tile of 16 bits and dim 128.
+TILE = (128, 64)
 
 #: Indices and counts.
 Lists = tuple[Tensor | None, Tensor | None]
@@ -86,7 +88,7 @@ def rows_of_pool(pool, steps, page, head, token, wanted, SHAPE: tl.constexpr):  
     PADDED: tl.constexpr = SHAPE[1]
     PAGE: tl.constexpr = SHAPE[2]
     column = tl.arange(0, PADDED)
-    row = page.to(tl.int64) * steps[0] + head * steps[1].to(tl.int64) + (token % PAGE) * steps[2]
+    row = page.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1] + (token % PAGE) * steps[2]
     mask = wanted[:, None] & (column < DIM)[None, :]
     return tl.load(pool + row[:, None] + (column * steps[3])[None, :], mask=mask, other=0.0)
 
@@ -179,16 +181,18 @@ def fits(q: Tensor, cache: PagedKV, indices: Tensor | None, block: int, eight_bi
         block: Tokens of a block.
         eight_bits: Whether the GPU reads float8_e4m3fn.
     """
-    keys = cache.keys
+    keys, table = cache.keys, cache.table
     if q.dtype not in _DTYPES or q.shape[2] > _MOST_DIM or 0 in (*q.shape, *keys.shape):
         return False
-    if keys.dtype != q.dtype and not (eight_bits and q.dtype != torch.float32):
+    if keys.dtype != q.dtype and not eight_bits:
         return False
-    if 0 in cache.table.shape or (indices is not None and indices.numel() == 0):
+    if 0 in table.shape or (indices is not None and indices.numel() == 0):
         return False
-    blocks = -(-cache.capacity // block) * (0 if indices is None else indices.shape[1])
-    most = 0 if indices is None else indices.shape[3] * block
-    return max(q.shape[0], cache.capacity, cache.table.numel() + blocks * q.shape[0], most) < _MOST
+    sizes = [q.shape[0], table.numel() * cache.page]
+    if indices is not None:
+        blocks = indices.shape[0] * indices.shape[1] * -(-cache.capacity // block)
+        sizes += [indices.shape[3] * block, indices.numel(), blocks]
+    return max(sizes) < _MOST
 
 
 @in_phase("sparse", "attend_prefill")
@@ -207,7 +211,7 @@ def run(
     """
     q, starts = q.contiguous(), starts.contiguous()
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    shape = shape_of(q, cache, block, (128, 64))
+    shape = shape_of(q, cache, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _attend[(tiles[0].shape[0], q.shape[1])](
         q,
@@ -221,7 +225,7 @@ def run(
         (scale * cache.key_scale * math.log2(math.e), float(cache.value_scale)),
         SHAPE=shape,
         LISTED=listed_of(lists),
-        num_warps=warps_of(shape),
+        num_warps=warps_of(shape[4], shape[1]),
     )
     return out, lse
 
@@ -241,9 +245,7 @@ def shape_of(q: Tensor, cache: PagedKV, block: int, most: tuple[int, int]) -> Sh
     return shape_for(q.dtype, q.shape[2], cache.page, block, most)
 
 
-def shape_for(
-    dtype: torch.dtype, dim: int, page: int, block: int, most: tuple[int, int]
-) -> Shape:
+def shape_for(dtype: torch.dtype, dim: int, page: int, block: int, most: tuple[int, int]) -> Shape:
     """`shape_of`, of sizes.
 
     Example:
@@ -286,11 +288,11 @@ def sizes_of(q: Tensor, lists: Lists) -> tuple[int, int, int, int]:
     return (q.shape[1], *((1, 1, 0) if indices is None else indices.shape[1:]))
 
 
-def warps_of(shape: Shape) -> int:
-    """Warps of a program.
+def warps_of(rows: int, padded: int) -> int:
+    """Warps of a program that sums so many rows: four, unless registers would not hold them.
 
     Example:
-        >>> warps_of((128, 128, 64, 128, 128, 64)), warps_of((64, 64, 16, 16, 16, 16))
+        >>> warps_of(128, 128), warps_of(16, 256)
         (8, 4)
     """
-    return 8 if shape[4] * shape[1] >= 128 * 128 else 4
+    return 8 if rows * padded >= 128 * 128 else 4

@@ -9,8 +9,6 @@ pages. Weights are computed again from the LSE.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +19,7 @@ from .._paged import PagedKV
 from .gradient import shift_of
 from .transposed import queries_of_blocks, readers_of_pages, tiles_of_queries
 from .triton import (
+    TILE,
     Lists,
     keys_at,
     list_of_tile,
@@ -35,6 +34,9 @@ from .triton import (
     table_of,
     warps_of,
 )
+
+#: Most queries and keys of a tile, where keys are what is summed.
+TILE_OF_KEYS = (64, 128)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,7 +208,7 @@ def run(
     shift = shift_of(given, (q, kept[1], kept[2]))
     rows = (q, given[0].contiguous(), kept[2].contiguous(), shift.contiguous())
     of_q = torch.empty_like(q)
-    shape = shape_of(q, cache, block, (64, 64))
+    shape = shape_of(q, cache, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _of_queries[(tiles[0].shape[0], q.shape[1])](
         rows,
@@ -220,7 +222,7 @@ def run(
         float(scale),
         SHAPE=shape,
         LISTED=listed_of(lists),
-        num_warps=warps_of(shape),
+        num_warps=warps_of(shape[4], shape[1]),
     )
     if not of_keys:
         return of_q, cache.keys.new_empty(0), cache.values.new_empty(0)
@@ -237,7 +239,7 @@ def _run_of_keys(
 ) -> tuple[Tensor, Tensor]:
     q = rows[0]
     table, lengths, pages, width, blocks = table_of(cache, block)
-    dim, padded, page, _, queries, keys = shape_of(q, cache, block, (64, 64))
+    dim, padded, page, _, queries, keys = shape_of(q, cache, block, TILE_OF_KEYS)
     shape = (dim, padded, page, block, queries, min(keys, page & -page))
     readers = readers_of_pages(table, lengths, page, pages)
     indices, counts = lists
@@ -245,8 +247,10 @@ def _run_of_keys(
     if indices is not None:
         each = indices.shape[1]
         transposed = queries_of_blocks((indices, counts), starts, lengths, block, blocks)
-    results = tuple(torch.empty(pool.shape, dtype=pool.dtype, device=pool.device)
-                    for pool in (cache.keys, cache.values))
+    results = tuple(
+        torch.empty(pool.shape, dtype=pool.dtype, device=pool.device)
+        for pool in (cache.keys, cache.values)
+    )
     _of_keys[(pages * (page // shape[5]), cache.kv_heads)](
         rows,
         pools_of(cache),
@@ -257,6 +261,6 @@ def _run_of_keys(
         float(scale),
         SHAPE=shape,
         LISTED=min(1, listed_of(lists)),
-        num_warps=8 if shape[5] * padded >= 64 * 128 else 4,
+        num_warps=warps_of(shape[5], padded),
     )
     return results[0], results[1]
