@@ -68,7 +68,28 @@ def attention_gradient(
         >>> [float(each) for each in exact], all(float(each) < 0.02 for each in error)
         ([1.0, 1.0, 1.0], True)
     """
-    unit, stored = unit_roundoff(torch.float32), unit_roundoff(dtype)
+    stored, factor = unit_roundoff(dtype), abs(case.scale)
+    parts, slope, of_slope = _slopes(case, grad, grad_lse, dtype)
+    weights, moved = parts
+    least = torch.finfo(dtype).smallest_normal * stored + torch.finfo(torch.float32).tiny
+    of_slope = (of_slope + stored * (slope.abs() + of_slope) + least).where(case.seen, 0.0)
+    of_weights = (weights * (moved + stored * (1 + moved)) + least).where(case.seen, 0.0)
+    summed = gamma(4 * terms + 64, torch.float32)
+    reached = of_slope + summed * (slope.abs() + of_slope)
+    exact = (slope @ case.keys * case.scale, slope.T @ case.q * case.scale, weights.T @ grad)
+    error = (
+        factor * (reached @ case.keys.abs()),
+        factor * (reached.T @ case.q.abs()),
+        (of_weights + summed * (weights + of_weights)).T @ grad.abs(),
+    )
+    return exact, error
+
+
+def _slopes(
+    case: Scored, grad: Tensor, grad_lse: Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Weights and by what part they are off; ds, and its error before it is rounded."""
+    unit, tiny = unit_roundoff(torch.float32), torch.finfo(torch.float32).tiny
     q, keys, values, seen = case.q, case.keys, case.values, case.seen
     dim, some = q.shape[1], seen.any(-1)
     scores = (q @ keys.T * case.scale).masked_fill(~seen, -torch.inf)
@@ -87,23 +108,8 @@ def attention_gradient(
     inner = grad @ values.T - shift[:, None]
     of_inner = gamma(3 * dim, torch.float32) * size + of_shift[:, None]
     of_inner = of_inner + unit * (size + shift.abs()[:, None] + of_inner)
-
-    least = torch.finfo(dtype).smallest_normal * stored + torch.finfo(torch.float32).tiny
-    slope = weights * inner
     of_slope = weights * ((moved + unit * (1 + moved)) * (inner.abs() + of_inner) + of_inner)
-    of_slope = of_slope + torch.finfo(torch.float32).tiny * (inner.abs() + of_inner)
-    of_slope = (of_slope + stored * (slope.abs() + of_slope) + least).where(seen, 0.0)
-    of_weights = (weights * (moved + stored * (1 + moved)) + least).where(seen, 0.0)
-    summed = gamma(4 * terms + 64, torch.float32)
-    factor = abs(case.scale)
-    reached = of_slope + summed * (slope.abs() + of_slope)
-    exact = (slope @ keys * case.scale, slope.T @ q * case.scale, weights.T @ grad)
-    error = (
-        factor * (reached @ keys.abs()),
-        factor * (reached.T @ q.abs()),
-        (of_weights + summed * (weights + of_weights)).T @ grad.abs(),
-    )
-    return exact, error
+    return (weights, moved), weights * inner, of_slope + tiny * (inner.abs() + of_inner)
 
 
 def when_stored(exact: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:

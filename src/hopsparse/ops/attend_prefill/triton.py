@@ -47,11 +47,10 @@ def queries_of_tile(tile, tiles, lengths, tokens, batch, QUERIES: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def list_of_tile(lists, sizes, sequence, head, q_block, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+def list_of_tile(lists, sequence, head, q_block, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where the list of a block of queries begins, and how many entries it has."""
-    indices, counts = lists
-    heads, of_batch, q_blocks, most = sizes
-    own = head // (heads // of_batch)
+    indices, counts, sharers, of_batch, q_blocks, most = lists
+    own = head // sharers
     there = q_block < q_blocks
     place = (sequence * of_batch + own).to(tl.int64) * q_blocks + tl.minimum(q_block, q_blocks - 1)
     entries = tl.where(there, most, 0)
@@ -104,25 +103,30 @@ def rows_of_queries(x, row, head, heads, exists, SHAPE: tl.constexpr):  # type: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def store_rows(x, row, head, heads, exists, sums, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The way back: sums [queries, dim] rounded to rows of [tokens, heads, dim]."""
+    DIM: tl.constexpr = SHAPE[0]
+    column = tl.arange(0, SHAPE[1])
+    place = (row.to(tl.int64) * heads + head) * DIM
+    mask = exists[:, None] & (column < DIM)[None, :]
+    tl.store(x + place[:, None] + column[None, :], sums.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q,
+    rows,  # q, output, LSE
     pools,  # keys, values, and their strides
     table,  # pages of sequences, lengths, pages, width, blocks of a sequence
     tiles,  # sequence of each tile, first tile of each sequence, starts
-    lists,
-    results,  # output, LSE
-    sizes,  # tokens, batch, heads, heads of keys
-    of_lists,  # query heads, lists, q_blocks, most
-    factors,  # scale of scores in base 2, of values
+    lists,  # indices, counts, query heads of a list, lists, q_blocks, most
+    sizes,  # tokens, batch, heads, heads of keys; scale of scores in base 2, of values
     SHAPE: tl.constexpr,  # dim, its power of two, page, block, queries and keys of a tile
     LISTED: tl.constexpr,  # 0: all tokens; 1: indices; 2: and counts
 ):
+    q, out, lse = rows
     keys, values, key_steps, value_steps = pools
     pages_of, lengths, pages, width, blocks = table
-    tokens, batch, heads, kv_heads = sizes
-    out, lse = results
-    power, value_scale = factors
-    DIM: tl.constexpr = SHAPE[0]
+    tokens, batch, heads, kv_heads, power, value_scale = sizes
     PADDED: tl.constexpr = SHAPE[1]
     BLOCK: tl.constexpr = SHAPE[3]
     QUERIES: tl.constexpr = SHAPE[4]
@@ -140,7 +144,7 @@ def _attend(  # type: ignore[no-untyped-def]
     steps = tl.cdiv(last + 1, KEYS)
     if LISTED != 0:
         q_block = number * QUERIES // BLOCK
-        listed, entries = list_of_tile(lists, of_lists, sequence, head, q_block, LISTED)
+        listed, entries = list_of_tile(lists, sequence, head, q_block, LISTED)
         steps = tl.where(last >= 0, entries * (BLOCK // KEYS), 0)
     own = pages_of + sequence.to(tl.int64) * width
     facts = (own, last, tl.load(lengths + sequence), pages, width, blocks)
@@ -164,11 +168,8 @@ def _attend(  # type: ignore[no-untyped-def]
     empty = mass == 0.0
     sums = sums * value_scale / tl.where(empty, 1.0, mass)[:, None]
     natural = tl.where(empty, float("-inf"), (top + tl.log2(mass)) * 0.6931471805599453)
-    column = tl.arange(0, PADDED)
-    to = row.to(tl.int64) * heads + head
-    mask = exists[:, None] & (column < DIM)[None, :]
-    tl.store(out + to[:, None] * DIM + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + to, natural, mask=exists)
+    store_rows(out, row, head, heads, exists, sums, SHAPE)
+    tl.store(lse + row.to(tl.int64) * heads + head, natural, mask=exists)
 
 
 def fits(q: Tensor, cache: PagedKV, indices: Tensor | None, block: int, eight_bits: bool) -> bool:
@@ -214,15 +215,16 @@ def run(
     shape = shape_of(q, cache, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _attend[(tiles[0].shape[0], q.shape[1])](
-        q,
+        (q, out, lse),
         pools_of(cache),
         table_of(cache, block),
         tiles,
-        *lists_of(lists, starts),
-        (out, lse),
-        (q.shape[0], cache.table.shape[0], q.shape[1], cache.kv_heads),
-        sizes_of(q, lists),
-        (scale * cache.key_scale * math.log2(math.e), float(cache.value_scale)),
+        lists_of(q, lists, starts),
+        (
+            *sizes_of(q, cache),
+            scale * cache.key_scale * math.log2(math.e),
+            float(cache.value_scale),
+        ),
         SHAPE=shape,
         LISTED=listed_of(lists),
         num_warps=warps_of(shape[4], shape[1]),
@@ -271,10 +273,11 @@ def table_of(cache: PagedKV, block: int) -> tuple[Any, ...]:
     return table, lengths, cache.keys.shape[0], table.shape[1], -(-cache.capacity // block)
 
 
-def lists_of(lists: Lists, none: Tensor) -> tuple[tuple[Tensor, Tensor]]:
-    """Indices and counts, or what is not read in their place."""
+def lists_of(q: Tensor, lists: Lists, none: Tensor) -> tuple[Any, ...]:
+    """Indices and counts, or what is not read in their place; query heads of a list, and sizes."""
     found = [none if each is None else each.contiguous() for each in lists]
-    return ((found[0], found[1]),)
+    _, each, q_blocks, most = (1, 1, 1, 0) if lists[0] is None else lists[0].shape
+    return (*found, q.shape[1] // each, each, q_blocks, most)
 
 
 def listed_of(lists: Lists) -> int:
@@ -282,10 +285,9 @@ def listed_of(lists: Lists) -> int:
     return sum(each is not None for each in lists)
 
 
-def sizes_of(q: Tensor, lists: Lists) -> tuple[int, int, int, int]:
-    """Query heads, lists, blocks of queries and entries of a list."""
-    indices = lists[0]
-    return (q.shape[1], *((1, 1, 0) if indices is None else indices.shape[1:]))
+def sizes_of(q: Tensor, cache: PagedKV) -> tuple[int, int, int, int]:
+    """Queries, sequences, query heads and heads of keys."""
+    return q.shape[0], cache.table.shape[0], q.shape[1], cache.kv_heads
 
 
 def warps_of(rows: int, padded: int) -> int:

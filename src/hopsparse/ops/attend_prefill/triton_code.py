@@ -36,17 +36,20 @@ def compiled_for(
     number, f, i = f"*{_DTYPES[dtype]}", "*fp32", "*i32"
     pools = (number, number, (*("i32",) * 3, "constexpr"), (*("i32",) * 3, "constexpr"))
     rows, table = (number, number, f, f), (i, i, "i32", "i32", "i32")
-    of_q, walk = (("i32",) * 4, ("i32",) * 4), (i, i, i)
-    readers, transposed = (i, i, i, i, "i32"), (i, i, "i32", "i32")
+    walk, lists, whole = (i, i, i), (i, i, *("i32",) * 4), ("i32",) * 4
+    readers, transposed = (i, i, i, i, "i32"), (i, i, "i32", "i32", "i32")
     every: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "attend": (
             _attend,
-            (number, pools, table, walk, (i, i), (number, f), *of_q, ("fp32", "fp32")),
+            ((number, number, f), pools, table, walk, lists, (*whole, "fp32", "fp32")),
         ),
-        "of_queries": (_of_queries, (rows, pools, table, walk, (i, i), number, *of_q, "fp32")),
+        "of_queries": (
+            _of_queries,
+            ((*rows, number), pools, table, walk, lists, (*whole, "fp32")),
+        ),
         "of_keys": (
             _of_keys,
-            (rows, pools, readers, transposed, (number, number), ("i32",) * 3, "fp32"),
+            (rows, pools, readers, transposed, (number, number), (*whole[1:], "fp32")),
         ),
     }
     function, kinds = every[kernel]

@@ -31,6 +31,7 @@ from .triton import (
     rows_of_queries,
     shape_of,
     sizes_of,
+    store_rows,
     table_of,
     warps_of,
 )
@@ -41,23 +42,19 @@ TILE_OF_KEYS = (64, 128)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _of_queries(  # type: ignore[no-untyped-def]
-    given,  # q, gradient of the output, LSE, shift
-    pools,
+    rows,  # q, gradient of the output, LSE, shift; gradient of q
+    pools,  # these four as in the forward
     table,
     tiles,
     lists,
-    result,
-    sizes,  # tokens, batch, heads, heads of keys
-    of_lists,
-    scale,
+    sizes,  # tokens, batch, heads, heads of keys, scale
     SHAPE: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    q, grad, lse, shift = given
+    q, grad, lse, shift, result = rows
     keys, values, key_steps, value_steps = pools
     pages_of, lengths, pages, width, blocks = table
-    tokens, batch, heads, kv_heads = sizes
-    DIM: tl.constexpr = SHAPE[0]
+    tokens, batch, heads, kv_heads, scale = sizes
     PADDED: tl.constexpr = SHAPE[1]
     BLOCK: tl.constexpr = SHAPE[3]
     QUERIES: tl.constexpr = SHAPE[4]
@@ -79,7 +76,7 @@ def _of_queries(  # type: ignore[no-untyped-def]
     steps = tl.cdiv(last + 1, KEYS)
     if LISTED != 0:
         q_block = number * QUERIES // BLOCK
-        listed, entries = list_of_tile(lists, of_lists, sequence, head, q_block, LISTED)
+        listed, entries = list_of_tile(lists, sequence, head, q_block, LISTED)
         steps = tl.where(last >= 0, entries * (BLOCK // KEYS), 0)
     own = pages_of + sequence.to(tl.int64) * width
     facts = (own, last, tl.load(lengths + sequence), pages, width, blocks)
@@ -94,36 +91,64 @@ def _of_queries(  # type: ignore[no-untyped-def]
         of_weights = tl.dot(slope_out, tl.trans(v), input_precision="ieee")
         slope = weights * (of_weights - own_shift[:, None])
         sums = tl.dot(slope.to(k.dtype), k, sums, input_precision="ieee")
-    column = tl.arange(0, PADDED)
-    mask = exists[:, None] & (column < DIM)[None, :]
-    found = (sums * scale).to(result.dtype.element_ty)
-    tl.store(result + to[:, None] * DIM + column[None, :], found, mask=mask)
+    store_rows(result, row, head, heads, exists, sums * scale, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk_of(transposed, sequence, head, skipped, count, SHAPE: tl.constexpr, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the queries of a block of keys begin, and in how many tiles they lie."""
+    first_query, _, sharers, lists, blocks, block = transposed
+    BLOCK: tl.constexpr = SHAPE[3]
+    QUERIES: tl.constexpr = SHAPE[4]
+    if LISTED == 0:
+        start = tl.maximum(skipped, 0) // QUERIES
+        steps = tl.cdiv(count, QUERIES) - start
+    else:
+        slot = first_query + (sequence * lists + head // sharers) * blocks + block
+        start = tl.load(slot)
+        steps = (tl.load(slot + 1) - start) * (BLOCK // QUERIES)
+    return start, steps
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _slopes(pair, rows, place, wanted, scale, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries and gradients of a tile, and weights and ds [keys, queries] of both."""
+    q, grad, lse, shift = rows
+    k, v = pair
+    row, head, heads, exists = place
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    mine = rows_of_queries(q, row, head, heads, exists, SHAPE)
+    slope_out = rows_of_queries(grad, row, head, heads, exists, SHAPE)
+    at = row.to(tl.int64) * heads + head
+    own_lse = tl.load(lse + at, mask=exists, other=0.0) * LOG2_E
+    own_shift = tl.load(shift + at, mask=exists, other=0.0)
+    scores = tl.dot(k, tl.trans(mine), input_precision="ieee") * (scale * LOG2_E)
+    seen = wanted & exists[None, :]
+    weights = tl.exp2(tl.where(seen, scores - own_lse[None, :], float("-inf")))
+    of_weights = tl.dot(v, tl.trans(slope_out), input_precision="ieee")
+    return mine, slope_out, weights, weights * (of_weights - own_shift[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _of_keys(  # type: ignore[no-untyped-def]
-    given,  # q, gradient of the output, LSE, shift
+    rows,  # q, gradient of the output, LSE, shift
     pools,
     readers,  # where those of a page begin, entries of the table, lengths, starts, width
-    transposed,  # where the queries of a block begin, blocks of queries, lists, blocks
+    transposed,  # where the queries of a block begin, blocks of queries, heads of a list, and sizes
     results,  # of keys, of values
-    sizes,  # tokens, heads, heads of keys
-    scale,
+    sizes,  # tokens, heads, heads of keys, scale
     SHAPE: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    q, grad, lse, shift = given
     keys, values, key_steps, value_steps = pools
     first_reader, entry_of, lengths, starts, width = readers
-    first_query, q_block_of, lists, blocks = transposed
-    tokens, heads, kv_heads = sizes
-    DIM: tl.constexpr = SHAPE[0]
+    first_query, q_block_of, sharers, lists, blocks = transposed
+    tokens, heads, kv_heads, scale = sizes
     PADDED: tl.constexpr = SHAPE[1]
     PAGE: tl.constexpr = SHAPE[2]
     BLOCK: tl.constexpr = SHAPE[3]
     QUERIES: tl.constexpr = SHAPE[4]
     KEYS: tl.constexpr = SHAPE[5]
-    LOG2_E: tl.constexpr = 1.4426950408889634
     page = tl.program_id(0) // (PAGE // KEYS)
     inner = tl.program_id(0) % (PAGE // KEYS) * KEYS + tl.arange(0, KEYS)
     kv = tl.program_id(1)
@@ -137,48 +162,33 @@ def _of_keys(  # type: ignore[no-untyped-def]
         length = tl.load(lengths + sequence)
         begin = tl.load(starts + sequence)
         count = tl.load(starts + sequence + 1) - begin
-        before = length - count
         wanted = token < length
         k = rows_of_pool(keys, key_steps, page, kv, inner, wanted, SHAPE)
         v = rows_of_pool(values, value_steps, page, kv, inner, wanted, SHAPE)
+        # Queries before this one of the sequence see none of these tokens.
+        skipped = tl.min(token, 0) - (length - count)
+        block = entry % width * PAGE // BLOCK
+        turned = (first_query, q_block_of, sharers, lists, blocks, block)
         for head in range(kv * group, kv * group + group):
-            if LISTED == 0:
-                start = tl.maximum(tl.min(token, 0) - before, 0) // QUERIES
-                steps = tl.cdiv(count, QUERIES) - start
-            else:
-                own = sequence * lists + head // (heads // lists)
-                slot = first_query + own * blocks + entry % width * PAGE // BLOCK
-                start = tl.load(slot)
-                steps = (tl.load(slot + 1) - start) * (BLOCK // QUERIES)
+            start, steps = _walk_of(turned, sequence, head, skipped, count, SHAPE, LISTED)
             for at in range(steps):
-                if LISTED == 0:
-                    first = (start + at) * QUERIES
-                else:
+                first = (start + at) * QUERIES
+                if LISTED != 0:
                     parts: tl.constexpr = BLOCK // QUERIES
                     first = tl.load(q_block_of + start + at // parts) * BLOCK + at % parts * QUERIES
                 step = first + tl.arange(0, QUERIES)
                 row = begin + step
-                exists = (step < count) & (row >= 0) & (row < tokens)
-                mine = rows_of_queries(q, row, head, heads, exists, SHAPE)
-                slope_out = rows_of_queries(grad, row, head, heads, exists, SHAPE)
-                place = row.to(tl.int64) * heads + head
-                own_lse = tl.load(lse + place, mask=exists, other=0.0) * LOG2_E
-                own_shift = tl.load(shift + place, mask=exists, other=0.0)
-                scores = tl.dot(k, tl.trans(mine), input_precision="ieee") * (scale * LOG2_E)
-                seen = wanted[:, None] & exists[None, :]
-                seen &= token[:, None] <= (before + step)[None, :]
-                weights = tl.exp2(tl.where(seen, scores - own_lse[None, :], float("-inf")))
+                place = (row, head, heads, (step < count) & (row >= 0) & (row < tokens))
+                sees = wanted[:, None] & (token[:, None] <= (length - count + step)[None, :])
+                mine, slope_out, weights, slope = _slopes((k, v), rows, place, sees, scale, SHAPE)
                 of_values = tl.dot(
                     weights.to(slope_out.dtype), slope_out, of_values, input_precision="ieee"
                 )
-                of_weights = tl.dot(v, tl.trans(slope_out), input_precision="ieee")
-                slope = weights * (of_weights - own_shift[None, :])
                 of_keys = tl.dot(slope.to(mine.dtype), mine, of_keys, input_precision="ieee")
-    column = tl.arange(0, PADDED)
-    to = ((page.to(tl.int64) * kv_heads + kv) * PAGE + inner)[:, None] * DIM + column[None, :]
-    mask = ((inner < PAGE)[:, None]) & (column < DIM)[None, :]
-    tl.store(results[0] + to, (of_keys * scale).to(results[0].dtype.element_ty), mask=mask)
-    tl.store(results[1] + to, of_values.to(results[1].dtype.element_ty), mask=mask)
+    # Rows of pools [pages, heads, tokens, dim], as if their tokens were those of one head.
+    to = (page.to(tl.int64) * kv_heads + kv) * PAGE + inner
+    store_rows(results[0], to, 0, 1, inner < PAGE, of_keys * scale, SHAPE)
+    store_rows(results[1], to, 0, 1, inner < PAGE, of_values, SHAPE)
 
 
 @in_phase("sparse", "attend_prefill")
@@ -211,15 +221,12 @@ def run(
     shape = shape_of(q, cache, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _of_queries[(tiles[0].shape[0], q.shape[1])](
-        rows,
+        (*rows, of_q),
         pools_of(cache),
         table_of(cache, block),
         tiles,
-        *lists_of(lists, starts),
-        of_q,
-        (q.shape[0], cache.table.shape[0], q.shape[1], cache.kv_heads),
-        sizes_of(q, lists),
-        float(scale),
+        lists_of(q, lists, starts),
+        (*sizes_of(q, cache), float(scale)),
         SHAPE=shape,
         LISTED=listed_of(lists),
         num_warps=warps_of(shape[4], shape[1]),
@@ -255,10 +262,9 @@ def _run_of_keys(
         rows,
         pools_of(cache),
         (*readers, lengths, starts, width),
-        (*transposed, each, blocks),
+        (*transposed, q.shape[1] // each, each, blocks),
         results,
-        (q.shape[0], q.shape[1], cache.kv_heads),
-        float(scale),
+        (q.shape[0], q.shape[1], cache.kv_heads, float(scale)),
         SHAPE=shape,
         LISTED=min(1, listed_of(lists)),
         num_warps=warps_of(shape[5], padded),
