@@ -12,6 +12,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..ops import rope_append
 from .cached_attention import attend
+from .stream import made_again
 
 # They rotate halves of heads, and nothing happens between q, k, v and the cache but that, and a
 # norm of each head of q and of k.
@@ -81,7 +82,8 @@ def _appending(kind: Any) -> Any:
         out, _ = attend(self, q, keys, values, lengths, scaling=self.scaling)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    methods = {"forward": forward, "__reduce__": lambda self: made_again(_appending, kind, self)}
+    return type(kind.__name__, (kind,), methods | {"__module__": __name__})
 
 
 def _has_known_norms(attention: nn.Module) -> bool:
