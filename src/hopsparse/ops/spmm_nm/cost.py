@@ -79,8 +79,8 @@ class Constants:
 
 
 #: What widening x costs in a block follows from e4m3 2:4 x int4 in four_bits.jsonl: 420 to 520
-#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. What a pass of its own costs
-#: is from its bytes. What widening w costs, and teams, is fitted to spmm_nm_int4_candidates.jsonl.
+#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. A pass of its own costs
+#: what its bytes do. Widening w, and teams, are fitted to spmm_nm_int4_candidates.jsonl.
 #: By bits of an entry, fitted to spmm_nm_candidates.jsonl and spmm_nm_scaled_candidates.jsonl of
 #: benchmarks/results/h200. What decides below 256 tokens is in 8 bits that of 16.
 FITTED = {
