@@ -217,3 +217,21 @@ def test_positions_and_the_cache_are_one_launch_of_fused_blocks(
     assert [type(block.self_attn) for block in model.model.layers] == kinds
     assert set(model.state_dict()) == names
     assert torch.equal(logits(model, texts, (9, 1, 6), 64), right)
+
+
+@pytest.mark.parametrize("under", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_fused_model_says_what_it_said(
+    kernels: list[str], dtype: torch.dtype, under: torch.dtype
+) -> None:
+    model = tiny()
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude"))
+    model.requires_grad_(False).to(dtype)
+    texts = torch.randint(0, 256, (2, 16))
+    with torch.autocast("cpu", under):
+        right = logits(model, texts, (9, 1, 6), 64)
+    fuse_blocks(model)
+    with torch.autocast("cpu", under):
+        found = logits(model, texts, (9, 1, 6), 64)
+    torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)
+    assert ("rope_append" in kernels) == (dtype == under)
