@@ -41,20 +41,28 @@ def checks() -> Iterator[Check]:
     for dtype in _DTYPES:
         name, quick = str(dtype).removeprefix("torch."), dtype != torch.float16
         for rows in _ROWS:
+            # Rows that several warps share, of each format and dtype.
+            first = rows == "huge-rows"
             for form in ("csr", "csc", "hyb", "torch-int32", "torch-int64"):
                 trials = partial(_matmul, rows, form, dtype)
                 # Formats differ before the kernel, whatever the dtype.
                 few = quick and (form == "csr" or dtype == torch.bfloat16)
-                yield Check("csr_matmul", rows, name, form, trials, _has_work(rows), few)
+                yield Check(
+                    "csr_matmul", rows, name, form, trials, _has_work(rows), few, first=first
+                )
             for form in ("csr", "torch-int64"):
                 trials = partial(_dots, rows, form, dtype)
-                yield Check("sddmm_csr", rows, name, form, trials, _has_work(rows), quick)
+                yield Check(
+                    "sddmm_csr", rows, name, form, trials, _has_work(rows), quick, first=first
+                )
         graph = partial(_graph, dtype)
-        yield Check("csr_matmul", "power-law", name, "csr", graph, quick=quick)
+        first = dtype == torch.float32
+        yield Check("csr_matmul", "power-law", name, "csr", graph, quick=quick, first=first)
         for case in SMOKE + EDGE:
             trials = partial(_weight, case, dtype)
             kernel = case.tokens > 0
-            yield Check("spmm_csr", case.name, name, "csr", trials, kernel, quick)
+            first = case.name in ("smoke", "three-tokens")
+            yield Check("spmm_csr", case.name, name, "csr", trials, kernel, quick, first=first)
 
 
 def _has_work(rows: str) -> bool:

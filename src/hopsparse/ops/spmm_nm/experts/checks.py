@@ -16,6 +16,7 @@ from ....verify import Check, Expected, Trial, dense_weight, small_integers, wid
 from ..kernel import ACTIVATIONS, Config
 from ..plan import for_experts
 from ..reference import apply_activation
+from ..verified import tiles_of_experts
 from .op import spmm_nm_experts
 
 _OP = "spmm_nm_experts"
@@ -37,19 +38,29 @@ def checks() -> Iterator[Check]:
     for dtype in _DTYPES:
         for name in _SHARINGS:
             trials = partial(_exact, (name,), None, dtype)
-            yield _check(name, dtype, trials, quick=dtype == torch.bfloat16)
+            quick = dtype == torch.bfloat16
+            first = name == "uneven" or (quick and name == "nobody")
+            yield _check(name, dtype, trials, quick=quick, first=first)
         for config in for_experts():
             trials = partial(_exact, ("uneven", "one-has-all"), config, dtype)
-            quick = config in for_experts()[::9] and dtype == torch.bfloat16
-            yield _check(f"tile-{config.name}", dtype, trials, quick=quick)
+            first = config in tiles_of_experts() and dtype == torch.bfloat16
+            yield _check(f"tile-{config.name}", dtype, trials, first=first)
         for act in ACTIVATIONS:
             quick = act == "silu" and dtype == torch.float16
-            yield _check(f"act-{act}", dtype, partial(_activated, act, dtype), quick=quick)
+            first = act == "silu" and dtype == torch.bfloat16
+            trials = partial(_activated, act, dtype)
+            yield _check(f"act-{act}", dtype, trials, quick=quick, first=first)
 
 
-def _check(case: str, dtype: torch.dtype, trials: partial[Iterator[Trial]], quick: bool) -> Check:
-    name = str(dtype).removeprefix("torch.")
-    return Check(_OP, case, name, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+def _check(
+    case: str,
+    dtype: torch.dtype,
+    trials: partial[Iterator[Trial]],
+    quick: bool = False,
+    first: bool = False,
+) -> Check:
+    name, only = str(dtype).removeprefix("torch."), "tile-" in case
+    return Check(_OP, case, name, "nm-2:4", trials, quick=quick, only_gpu=only, first=first)
 
 
 def _problem(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

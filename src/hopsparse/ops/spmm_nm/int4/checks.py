@@ -13,9 +13,10 @@ from ....formats.quantized import Quantized
 from ....formats.scheme import parse_scheme
 from ....measure.error import finish_bound
 from ....verify import Check, Expected, Trial, dense_weight, small_integers
-from ..kernel import ACTIVATIONS, Config, Numbers
+from ..kernel import ACTIVATIONS, Config
 from ..plan import four_bit
 from ..reference import apply_activation
+from ..verified import CODES, HALVES, tiles_of_four_bit
 from .op import spmm_nm_int4
 
 _OP = "spmm_nm_int4"
@@ -28,8 +29,6 @@ _KINDS = {
     "int4:128/int8": ("int4:128/int8", _BF16, torch.int8),
     "int4:128/e4m3": ("int4:128/int8", _BF16, _E4M3),
 }
-_HALVES = Numbers("int4", "bfloat16", "bfloat16")
-_CODES = Numbers("int4", "int8", "bfloat16", grouped=True)
 _SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
 
 
@@ -38,18 +37,28 @@ def checks() -> Iterator[Check]:
     for kind in _KINDS:
         for shape in _SHAPES:
             name = "x".join(map(str, shape))
-            yield _check(name, kind, partial(_exact, kind, (shape,), None), quick=True)
+            trials = partial(_exact, kind, (shape,), None)
+            yield _check(name, kind, trials, quick=True, first=shape == _SHAPES[1])
         for act in ACTIVATIONS:
-            yield _check(f"act-{act}", kind, partial(_epilogues, kind, act), quick=act == "relu")
-    for kind, numbers in (("int4:64/bfloat16", _HALVES), ("int4:128/int8", _CODES)):
-        tiles = four_bit(numbers)
-        for config in tiles:
+            trials, quick = partial(_epilogues, kind, act), act == "relu"
+            first = quick and kind in ("int4:64/bfloat16", "int4:128/int8")
+            yield _check(f"act-{act}", kind, trials, quick=quick, first=first)
+    for kind, numbers in (("int4:64/bfloat16", HALVES), ("int4:128/int8", CODES)):
+        for config in four_bit(numbers):
             trials = partial(_exact, kind, (_SHAPES[1], _SHAPES[3]), config)
-            yield _check(f"tile-{config.name}", kind, trials, quick=config in tiles[::6])
+            first = config in tiles_of_four_bit(numbers)
+            yield _check(f"tile-{config.name}", kind, trials, first=first)
 
 
-def _check(case: str, kind: str, trials: partial[Iterator[Trial]], quick: bool) -> Check:
-    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+def _check(
+    case: str,
+    kind: str,
+    trials: partial[Iterator[Trial]],
+    quick: bool = False,
+    first: bool = False,
+) -> Check:
+    only = "tile-" in case
+    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu=only, first=first)
 
 
 def _weight(out: int, k: int, kind: str) -> Quantized:
