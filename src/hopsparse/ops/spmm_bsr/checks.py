@@ -9,7 +9,7 @@ import torch
 
 from ...formats.bsr import BSR
 from ...formats.pattern import BlockPattern, parse_pattern
-from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ...verify import Check, Expected, Trial, dense_weight, made_once, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
 from .._product import Case
 from .cases import EDGE, SMOKE
@@ -127,12 +127,23 @@ def _of_tile(
     shapes: tuple[tuple[int, int, int], ...],
     device: torch.device,
 ) -> Iterator[Trial]:
-    block = _block_of(config)
-    pattern = BlockPattern(*block, 0.6)
-    for tokens, out, k in shapes:
-        dense = dense_weight((out, k), pattern, dtype).to(device)
-        x = small_integers((tokens, k), dtype).to(device)
-        yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
+    for shape in shapes:
+        w, x, right = _of_integers(_block_of(config), shape, dtype, device)
+        yield Trial(partial(spmm_bsr, w, x, config=config), [right])
+
+
+@made_once
+def _of_integers(
+    block: tuple[int, int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[BSR, torch.Tensor, Expected]:
+    tokens, out, k = shape
+    dense = dense_weight((out, k), BlockPattern(*block, 0.6), dtype).to(device)
+    x = small_integers((tokens, k), dtype).to(device)
+    right = wide_integers(x, dense).to(dtype).double()
+    return BSR.from_dense(dense, block), x, Expected(right, dtype)
 
 
 def _epilogues(config: _Tile, act: str, device: torch.device) -> Iterator[Trial]:

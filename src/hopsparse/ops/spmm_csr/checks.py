@@ -93,28 +93,28 @@ def _stored(a: CSR, form: str, device: torch.device) -> Any:
 
 def _matmul(rows: str, form: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
     a = _matrix(rows, dtype)
-    stored, dense = _stored(a, form, device), a.to_dense()
+    stored, dense = _stored(a, form, device), a.to_dense().to(device)
     for features in _FEATURES:
-        x = small_integers((a.shape[1], features), dtype, 1)
+        x = small_integers((a.shape[1], features), dtype, 1).to(device)
         right = wide_integers(x.T, dense).T
         value = Expected(right.to(dtype).double(), dtype)
-        yield Trial(partial(csr_matmul, stored, x.to(device)), [value])
-    x = torch.randn(a.shape[1], 40).to(dtype)
+        yield Trial(partial(csr_matmul, stored, x), [value])
+    x = torch.randn(a.shape[1], 40).to(device, dtype)
     slack = product_bound(x.T, dense, torch.float32, dtype).T
     right = dense.double() @ x.double()
-    yield Trial(partial(csr_matmul, stored, x.to(device)), [Expected(right, dtype, slack)])
+    yield Trial(partial(csr_matmul, stored, x), [Expected(right, dtype, slack)])
 
 
 def _dots(rows: str, form: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
     a = _matrix(rows, dtype)
     stored = _stored(a, form, device)
-    row = torch.repeat_interleave(torch.arange(a.shape[0]), a.indptr.diff().long())
-    column = a.indices.long()
+    row = torch.repeat_interleave(torch.arange(a.shape[0]), a.indptr.diff().long()).to(device)
+    column = a.indices.long().to(device)
     for features in _FEATURES:
-        u = small_integers((a.shape[0], features), dtype, 1)
-        x = small_integers((a.shape[1], features), dtype, 1)
+        u = small_integers((a.shape[0], features), dtype, 1).to(device)
+        x = small_integers((a.shape[1], features), dtype, 1).to(device)
         right = (u[row].double() * x[column].double()).sum(1)
-        run = partial(sddmm_csr, stored, u.to(device), x.to(device))
+        run = partial(sddmm_csr, stored, u, x)
         yield Trial(run, [Expected(right.to(dtype).double(), dtype)])
 
 

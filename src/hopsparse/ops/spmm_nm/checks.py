@@ -13,7 +13,7 @@ from ...formats._windows import windows_of
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern, parse_pattern
 from ...measure.error import gated_bound, unit_roundoff
-from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ...verify import Check, Expected, Trial, dense_weight, made_once, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
 from .._product import Case
 from .cases import EDGE, SMOKE
@@ -92,10 +92,20 @@ def _of_case(
 
 
 def _of_tile(config: Config, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
-    for tokens, out, k in _SHAPES:
-        dense = dense_weight((out, k), _TWO_FOUR, dtype).to(device)
-        x = small_integers((tokens, k), dtype).to(device)
-        yield exact_trial(partial(spmm_nm, NM.from_dense(dense), config=config), x, dense)
+    for shape in _SHAPES:
+        w, x, right = _of_integers(shape, dtype, device)
+        yield Trial(partial(spmm_nm, w, x, config=config), [right])
+
+
+@made_once
+def _of_integers(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[NM, Tensor, Expected]:
+    tokens, out, k = shape
+    dense = dense_weight((out, k), _TWO_FOUR, dtype).to(device)
+    x = small_integers((tokens, k), dtype).to(device)
+    right = wide_integers(x, dense).to(dtype).double()
+    return NM.from_dense(dense), x, Expected(right, dtype)
 
 
 def _epilogues(act: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:

@@ -12,7 +12,7 @@ from ....formats.pattern import NMPattern
 from ....formats.quantized import Quantized
 from ....formats.scheme import parse_scheme
 from ....measure.error import finish_bound
-from ....verify import Check, Expected, Trial, dense_weight, small_integers
+from ....verify import Check, Expected, Trial, dense_weight, made_once, small_integers
 from ..kernel import ACTIVATIONS, Config
 from ..plan import four_bit
 from ..reference import apply_activation
@@ -83,17 +83,26 @@ def _exact(
     config: Config | None,
     device: torch.device,
 ) -> Iterator[Trial]:
-    for tokens, out, k in shapes:
-        w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2])
-        right, scale = x.double() @ _dense(w, k).T, None
-        if x.dtype.itemsize == 1:
-            scale = 2.0 ** torch.randint(-1, 2, (tokens, 1))
-            right = right * scale.double()
-        on = None if scale is None else scale.to(device)
-        run = partial(spmm_nm_int4, w.to(device), x.to(device), on, config=config)
+    for shape in shapes:
+        w, x, scale, right = _of_integers(kind, shape, device)
+        run = partial(spmm_nm_int4, w, x, scale, config=config)
         for dtype in (torch.float32, _KINDS[kind][1]):
             value = right.to(dtype).double()
             yield Trial(partial(run, out_dtype=dtype), [Expected(value, dtype)])
+
+
+@made_once
+def _of_integers(
+    kind: str, shape: tuple[int, int, int], device: torch.device
+) -> tuple[Quantized, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """w, x, scales of x, and y in float64."""
+    tokens, out, k = shape
+    w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2]).to(device)
+    right, scale = x.double() @ _dense(w, k).to(device).T, None
+    if x.dtype.itemsize == 1:
+        scale = (2.0 ** torch.randint(-1, 2, (tokens, 1))).to(device)
+        right = right * scale.double()
+    return w.to(device), x, scale, right
 
 
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:

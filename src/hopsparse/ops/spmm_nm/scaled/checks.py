@@ -13,7 +13,15 @@ from ....formats.nm import NM
 from ....formats.pattern import NMPattern
 from ....formats.quantized import pack_nibbles
 from ....measure.error import finish_bound
-from ....verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ....verify import (
+    Check,
+    Expected,
+    Trial,
+    dense_weight,
+    made_once,
+    small_integers,
+    wide_integers,
+)
 from ..kernel import Config, Numbers
 from ..plan import eight_bit
 from ..reference import apply_activation
@@ -83,25 +91,32 @@ def _exact(
     device: torch.device,
 ) -> Iterator[Trial]:
     """Scales that are powers of two, so that float32 rounds nothing."""
-    dtype, scaling, numbers = _KINDS[kind]
-    for tokens, out, k in shapes:
-        dense = dense_weight((out, k), _TWO_FOUR, dtype, 2)
-        x, right = _inputs(kind, tokens, k)
-        wide = dense.double()
-        if numbers.grouped:
-            scale = 2.0 ** torch.randint(-1, 2, (out, -(-k // 128)))
-            wide = wide * scale.repeat_interleave(128, 1)[:, :k]
-        else:
-            scale = 2.0 ** torch.randint(-1, 2, (out, 1))
-            wide = wide * scale
-        of_x = 2.0 ** torch.randint(-1, 2, (tokens, 1))
-        how = replace(scaling, w=scale.to(device), x=of_x.to(device))
-        run = partial(spmm_nm_scaled, NM.from_dense(dense.to(device)), x.to(device), how)
-        product = wide_integers(right, wide) * of_x.double()
-        for out_dtype in (torch.float32, torch.bfloat16):
-            value = product.to(out_dtype).double()
-            call = partial(run, out_dtype=out_dtype, config=config)
-            yield Trial(call, [Expected(value.to(device), out_dtype)])
+    for shape in shapes:
+        w, x, how, product = _of_integers(kind, shape, device)
+        run = partial(spmm_nm_scaled, w, x, how, config=config)
+        for dtype in (torch.float32, torch.bfloat16):
+            value = product.to(dtype).double()
+            yield Trial(partial(run, out_dtype=dtype), [Expected(value, dtype)])
+
+
+@made_once
+def _of_integers(
+    kind: str, shape: tuple[int, int, int], device: torch.device
+) -> tuple[NM, Tensor, Scaling, Tensor]:
+    """w, x, their scales, and y in float64."""
+    (tokens, out, k), (dtype, scaling, numbers) = shape, _KINDS[kind]
+    dense = dense_weight((out, k), _TWO_FOUR, dtype, 2).to(device)
+    x, right = (each.to(device) for each in _inputs(kind, tokens, k))
+    wide = dense.double()
+    if numbers.grouped:
+        scale = (2.0 ** torch.randint(-1, 2, (out, -(-k // 128)))).to(device)
+        wide = wide * scale.repeat_interleave(128, 1)[:, :k]
+    else:
+        scale = (2.0 ** torch.randint(-1, 2, (out, 1))).to(device)
+        wide = wide * scale
+    of_x = (2.0 ** torch.randint(-1, 2, (tokens, 1))).to(device)
+    product = wide_integers(right, wide) * of_x.double()
+    return NM.from_dense(dense), x, replace(scaling, w=scale, x=of_x), product
 
 
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
