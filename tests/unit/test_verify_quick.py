@@ -9,7 +9,7 @@ import pytest
 from hopsparse.nn.checks import checks as layer_checks
 from hopsparse.ops.checks import all_checks
 from hopsparse.ops.plans import every_spec
-from hopsparse.ops.spmm_nm.chosen import Chooser
+from hopsparse.ops.spmm_nm.chooser import Chooser
 from hopsparse.ops.spmm_nm.cost import Problem
 from hopsparse.ops.spmm_nm.experts import checks as experts
 from hopsparse.ops.spmm_nm.int4 import checks as int4

@@ -6,12 +6,14 @@ and `hopsparse compile --all` compiles those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
 from ...plan import KernelSpec
-from .kernel import Config, Numbers, spec_for, spec_of_numbers
+from .chooser import Chooser
+from .cost import Problem
+from .kernel import Config, Numbers, spec_for, spec_of_numbers, stores_directly
 from .plan import CANDIDATES, eight_bit, for_experts, four_bit
 
 _FP8, _INT8, _BF16, _F16 = "float8_e4m3fn", "int8", "bfloat16", "float16"
@@ -19,6 +21,11 @@ _FP8, _INT8, _BF16, _F16 = "float8_e4m3fn", "int8", "bfloat16", "float16"
 #: Of 16 bits: the most tokens, in a cluster that shares them; two panels and three warpgroups in
 #: clusters that share w; k in four parts.
 TILES: tuple[Config, ...] = tuple(CANDIDATES[i] for i in (0, 4, 8, -1))
+
+#: tokens, out, k: a tile; ragged on all sides; with an epilogue; with 8 bits of results.
+WHOLE, RAGGED = (256, 256, 512), (133, 264, 1168)
+EPILOGUE_8, EPILOGUE_4, CODES_OUT = (77, 136, 640), (45, 136, 256), (65, 200, 256)
+_SMS = 132  # of an H100 or H200, where tiles are chosen
 
 #: Ways of 8 bits.
 INT8 = Numbers(_INT8, _INT8, _BF16)
@@ -64,57 +71,74 @@ def tiles_of_experts() -> tuple[Config, ...]:
 
 def verified_specs() -> list[KernelSpec]:
     """Kernels of the quick set; some are of `every_spec` in any case."""
-    small = _small(CANDIDATES)
-    specs = [spec_for(config, _BF16, direct=direct) for config in TILES for direct in (False, True)]
-    specs.append(spec_for(small, _BF16, direct=True))
-    specs += _behind_sums(small, Numbers(_BF16, _BF16, _BF16), "gelu", (_BF16, "float32"))
-    specs.append(spec_for(small, _BF16, activation="gelu", residual=True, direct=True))
-    for numbers in _EIGHT_BIT:
-        specs += _of_tiles(tiles_of_eight_bit(numbers), numbers)
-        specs += _plain(_small(eight_bit(numbers)), numbers, direct=False)
-    small = _small(eight_bit(INT8))
-    specs += _behind_sums(small, INT8, "gelu", (_BF16, _F16, "float32"))
-    for code in (_INT8, _FP8):
-        numbers = Numbers(code, code, code, promoted=code == _FP8)
-        specs.append(spec_of_numbers(small, numbers, "none", False, True))
-    for numbers in _FOUR_BIT:
-        # Of few tokens three warpgroups share k.
-        thin = next(c for c in four_bit(numbers) if (c.ways, c.tokens) == (3, 16))
-        specs += _plain(thin, numbers, direct=False)
-    for numbers in (HALVES, CODES):
-        specs += _of_tiles(tiles_of_four_bit(numbers), numbers)
-        small = _small(four_bit(numbers))
-        specs += _behind_sums(small, numbers, "relu", (_BF16, "float32"))
     halves = Numbers(_BF16, _BF16, _BF16)
+    specs = [spec_for(config, _BF16, direct=direct) for config in TILES for direct in (False, True)]
+    small = _small(CANDIDATES)
+    specs.append(spec_for(small, _BF16, direct=True))
+    specs += [_behind(small, each, "gelu") for each in _outs(halves)]
+    specs.append(spec_for(small, _BF16, activation="gelu", residual=True, direct=True))
     specs += [spec_of_numbers(c, halves, "none", False, False) for c in tiles_of_experts()]
     small = _small(for_experts())
-    for out in (_BF16, "float32"):
-        specs.append(spec_of_numbers(small, replace(halves, out=out), "silu", False, False))
-    return list(dict.fromkeys(specs))
+    specs += [spec_of_numbers(small, each, "silu", False, False) for each in _outs(halves)]
+    return list(dict.fromkeys([*specs, *_of_eight_bit(), *_of_four_bit()]))
+
+
+def _of_eight_bit() -> Iterator[KernelSpec]:
+    from .scaled.plan import SCALED, as_widened, widens_once
+
+    for numbers in _EIGHT_BIT:
+        yield from _of_tiles(tiles_of_eight_bit(numbers), numbers)
+        for shape in (RAGGED,) if numbers.x != "int4" else (WHOLE, RAGGED):
+            widens = widens_once(Problem(*shape), numbers, _SMS)
+            for each in _outs(as_widened(numbers) if widens else numbers):
+                yield _chosen(SCALED, shape, each)
+    for out in (_BF16, _F16, "float32"):
+        yield _chosen(SCALED, EPILOGUE_8, replace(INT8, out=out), "gelu")
+    for numbers in (replace(INT8, out=_INT8), replace(FAST, out=_FP8, promoted=True)):
+        yield _chosen(SCALED, CODES_OUT, numbers)
+
+
+def _of_four_bit() -> Iterator[KernelSpec]:
+    from .int4.plan import INT4
+
+    for numbers in _FOUR_BIT:
+        for each in _outs(numbers):
+            yield _chosen(INT4, RAGGED, each)
+    for numbers in (HALVES, CODES):
+        yield from _of_tiles(tiles_of_four_bit(numbers), numbers)
+        for each in _outs(numbers):
+            yield _chosen(INT4, EPILOGUE_4, each, "relu")
+
+
+def _chosen(
+    chooser: Chooser, shape: tuple[int, int, int], numbers: Numbers, act: str = "none"
+) -> KernelSpec:
+    """What runs where nothing was tuned; with an activation there is a residual as well."""
+    config = chooser.choose(Problem(*shape), numbers, _SMS, activation=act)
+    direct = stores_directly(shape[1], numbers.out)
+    return spec_of_numbers(config, numbers, act, act != "none", direct)
 
 
 def _small(tiles: Iterable[Config]) -> Config:
     """One panel by 16 tokens, alone."""
-    own = (1, 1, 16, 1, 1, 1)
-    facts = ("warpgroups", "panels", "tokens", "cluster", "cluster_k", "ways")
+    own = (1, 1, 16, 1, 1)
+    facts = ("warpgroups", "panels", "tokens", "cluster", "ways")
     return next(c for c in tiles if tuple(getattr(c, fact) for fact in facts) == own)
 
 
-def _plain(config: Config, numbers: Numbers, direct: bool) -> list[KernelSpec]:
+def _outs(numbers: Numbers) -> tuple[Numbers, Numbers]:
     """Results of 16 bits and of float32."""
-    return [
-        spec_of_numbers(config, each, "none", False, direct)
-        for each in (numbers, replace(numbers, out="float32"))
-    ]
+    return numbers, replace(numbers, out="float32")
 
 
-def _of_tiles(tiles: Iterable[Config], numbers: Numbers) -> list[KernelSpec]:
+def _of_tiles(tiles: Iterable[Config], numbers: Numbers) -> Iterator[KernelSpec]:
     """Rows of whole lines, and others."""
-    return [spec for c in tiles for direct in (False, True) for spec in _plain(c, numbers, direct)]
+    for config in tiles:
+        for each in _outs(numbers):
+            for direct in (False, True):
+                yield spec_of_numbers(config, each, "none", False, direct)
 
 
-def _behind_sums(
-    config: Config, numbers: Numbers, act: str, outs: Iterable[str]
-) -> list[KernelSpec]:
+def _behind(config: Config, numbers: Numbers, act: str) -> KernelSpec:
     """All of an epilogue."""
-    return [spec_of_numbers(config, replace(numbers, out=out), act, True, False) for out in outs]
+    return spec_of_numbers(config, numbers, act, True, False)

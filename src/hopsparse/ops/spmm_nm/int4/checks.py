@@ -16,7 +16,7 @@ from ....verify import Check, Expected, Trial, dense_weight, made_once, small_in
 from ..kernel import ACTIVATIONS, Config
 from ..plan import four_bit
 from ..reference import apply_activation
-from ..verified import CODES, HALVES, tiles_of_four_bit
+from ..verified import CODES, EPILOGUE_4, HALVES, RAGGED, WHOLE, tiles_of_four_bit
 from .op import spmm_nm_int4
 
 _OP = "spmm_nm_int4"
@@ -29,7 +29,7 @@ _KINDS = {
     "int4:128/int8": ("int4:128/int8", _BF16, torch.int8),
     "int4:128/e4m3": ("int4:128/int8", _BF16, _E4M3),
 }
-_SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
+_SHAPES = (WHOLE, RAGGED, (1, 64, 128), (70, 70, 2068))
 
 
 def checks() -> Iterator[Check]:
@@ -38,7 +38,7 @@ def checks() -> Iterator[Check]:
         for shape in _SHAPES:
             name = "x".join(map(str, shape))
             trials = partial(_exact, kind, (shape,), None)
-            yield _check(name, kind, trials, quick=True, first=shape == _SHAPES[1])
+            yield _check(name, kind, trials, quick=True, first=shape == RAGGED)
         for act in ACTIVATIONS:
             trials, quick = partial(_epilogues, kind, act), act == "relu"
             first = quick and kind in ("int4:64/bfloat16", "int4:128/int8")
@@ -106,7 +106,7 @@ def _of_integers(
 
 
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
-    tokens, out, k = 45, 136, 256
+    tokens, out, k = EPILOGUE_4
     w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2])
     scale = torch.rand(tokens, 1) / 16 if x.dtype.itemsize == 1 else None
     product = x.double() @ _dense(w, k).T * (1 if scale is None else scale.double())

@@ -25,7 +25,7 @@ from ....verify import (
 from ..kernel import Config, Numbers
 from ..plan import eight_bit
 from ..reference import apply_activation
-from ..verified import tiles_of_eight_bit
+from ..verified import CODES_OUT, EPILOGUE_8, RAGGED, WHOLE, tiles_of_eight_bit
 from .op import Scaling, spmm_nm_scaled
 
 _OP = "spmm_nm_scaled"
@@ -42,7 +42,7 @@ _KINDS = {
     "e4m3-int4-promoted": (_E4M3, Scaling(), Numbers(_FP8, "int4", "bfloat16", promoted=True)),
 }
 # tokens, out, k: a tile; ragged on all sides; one token; rows that TMA cannot read as they are.
-_SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
+_SHAPES = (WHOLE, RAGGED, (1, 64, 128), (70, 70, 2068))
 
 
 def checks() -> Iterator[Check]:
@@ -51,7 +51,7 @@ def checks() -> Iterator[Check]:
         for tokens, out, k in _SHAPES:
             trials = partial(_exact, kind, ((tokens, out, k),), None)
             # Ragged on all sides; x of 4 bits that is widened in the kernel, and before it.
-            first = (tokens, out, k) in _SHAPES[not kind.startswith("e4m3-int4") : 2]
+            first = (tokens, out, k) in _SHAPES[numbers.x != "int4" : 2]
             yield _check(f"{tokens}x{out}x{k}", kind, trials, quick=True, first=first)
         for config in eight_bit(numbers):
             trials = partial(_exact, kind, (_SHAPES[1], _SHAPES[3]), config)
@@ -120,7 +120,7 @@ def _of_integers(
 
 
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
-    tokens, out, k = 77, 136, 640
+    tokens, out, k = EPILOGUE_8
     dtype, scaling, _ = _KINDS[kind]
     dense, (x, right) = dense_weight((out, k), _TWO_FOUR, dtype, 2), _inputs(kind, tokens, k)
     of_w, of_x = torch.rand(out) + 0.5, torch.rand(tokens, 1) / 16
@@ -146,8 +146,8 @@ def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
 
 def _codes(kind: str, device: torch.device) -> Iterator[Trial]:
     """Results in 8 bits: the nearest code, halves to even."""
-    dtype, scaling, _ = _KINDS[kind]
-    dense, (x, right) = dense_weight((200, 256), _TWO_FOUR, dtype, 2), _inputs(kind, 65, 256)
+    (tokens, out, k), (dtype, scaling, _) = CODES_OUT, _KINDS[kind]
+    dense, (x, right) = dense_weight((out, k), _TWO_FOUR, dtype, 2), _inputs(kind, tokens, k)
     for step in (0.25, 1.0, 64.0):
         value = wide_integers(right, dense) / step
         if dtype == torch.int8:
