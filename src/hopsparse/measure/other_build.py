@@ -15,6 +15,9 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+from unittest.mock import patch
+
+import wrapt
 
 from ..errors import ArgumentError
 
@@ -53,7 +56,8 @@ def load_build(folder: Path, name: str) -> ModuleType:
     finder = _Finder(name, root)
     sys.meta_path.insert(0, finder)
     try:
-        return import_module(name)
+        with patch.object(wrapt, "register_post_import_hook", _not_entered):
+            return import_module(name)
     except Exception as error:
         sys.meta_path.remove(finder)
         for each in [each for each in sys.modules if each.split(".")[0] == name]:
@@ -63,6 +67,10 @@ def load_build(folder: Path, name: str) -> ModuleType:
             need="a build that runs with the libraries of this process",
             hint="a newer commit as the base",
         ) from error
+
+
+def _not_entered(*_: object) -> None:
+    """Registries of other libraries have one place for each name, which this build has taken."""
 
 
 def package_in(folder: Path) -> Path:

@@ -58,12 +58,12 @@ class Constants:
     tensor_share: float = 0.749
     l2_bytes: float = 74.0
     least_clocks: float = 145.0
-    widen_clocks: float = 60.0
+    widen_clocks: float = 124.0
     unit_norm: float = 4.8
     tile_clocks: float = 537.0
     piece_clocks: float = 37.6
-    ways_clocks: float = 100.0
-    way_piece_clocks: float = 70.0
+    ways_clocks: float = 3262.0
+    way_piece_clocks: float = 716.0
     parts_clocks: float = 703.0
     part_piece_clocks: float = 294.0
     promote_clocks: float = 0.0
@@ -79,8 +79,8 @@ class Constants:
 
 
 #: What widening x costs in a block follows from e4m3 2:4 x int4 in four_bits.jsonl: 420 to 520
-#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. What a pass of its own, and
-#: widening w, cost was not measured yet: that is from bytes and instructions.
+#: clocks a unit of 16 tokens, 790 of 64, 1,180 of 128 and 2,020 of 256. A pass of its own costs
+#: what its bytes do. Widening w, and teams, are fitted to spmm_nm_int4_candidates.jsonl.
 #: By bits of an entry, fitted to spmm_nm_candidates.jsonl and spmm_nm_scaled_candidates.jsonl of
 #: benchmarks/results/h200. What decides below 256 tokens is in 8 bits that of 16.
 FITTED = {
