@@ -37,7 +37,7 @@ from .triton import (
 )
 
 #: Most queries and keys of a tile, where keys are what is summed.
-TILE_OF_KEYS = (64, 128)
+TILE_OF_KEYS = (32, 128)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
