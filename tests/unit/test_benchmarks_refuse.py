@@ -35,6 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
         ("launches", ("--rounds", "0"), "--rounds 0: at least 1"),
         ("attention_decode", ("--out", "rows.jsonl", "--budget", "5"), "--budget 5: at least 64"),
         ("attention_scores", ("--out", "rows.jsonl", "--rounds", "0"), "--rounds 0: at least 1"),
+        ("attention_training", ("--out", "rows.jsonl", "--rounds", "0"), "--rounds 0: at least 1"),
         ("selection", ("--out", "rows.jsonl", "--rounds", "0"), "--rounds 0: at least 1"),
         ("spmm_csr", ("--dtypes", "float64"), "--dtypes 'float64': one of bfloat16"),
         ("spmm_csr", ("--rounds", "0"), "--rounds 0: at least 1"),

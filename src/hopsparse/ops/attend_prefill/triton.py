@@ -21,7 +21,7 @@ from .transposed import tiles_of_queries
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST = 2**30  # tokens, and lists times blocks: the kernels add a few of them in 32 bits
-_MOST_DIM, _LEAST = 256, 16
+_MOST_DIM, _LEAST, _NO_BLOCK = 256, 16, 128
 #: Most queries and keys of a tile of 16 bits and dim 128.
 TILE = (128, 64)
 
@@ -212,7 +212,7 @@ def run(
     """
     q, starts = q.contiguous(), starts.contiguous()
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    shape = shape_of(q, cache, block, TILE)
+    shape = shape_of(q, cache, lists, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _attend[(tiles[0].shape[0], q.shape[1])](
         (q, out, lse),
@@ -235,30 +235,32 @@ def run(
 Shape = tuple[int, int, int, int, int, int]
 
 
-def shape_of(q: Tensor, cache: PagedKV, block: int, most: tuple[int, int]) -> Shape:
+def shape_of(q: Tensor, cache: PagedKV, lists: Lists, block: int, most: tuple[int, int]) -> Shape:
     """Dim, its power of two, page, block, and queries and keys that are multiplied at a time.
 
     Args:
         q: [tokens, heads, dim].
         cache: The pages.
+        lists: Without them tiles need not divide blocks.
         block: Tokens of a block.
-        most: Queries and keys of a tile, of 16 bits and dim 128; of 32 bits, or more, half.
+        most: Queries and keys of a tile, of 16 bits and dim 128.
     """
-    return shape_for(q.dtype, q.shape[2], cache.page, block, most)
+    own = _NO_BLOCK if lists[0] is None else block
+    return shape_for(q.dtype, q.shape[2], cache.page, own, most)
 
 
 def shape_for(dtype: torch.dtype, dim: int, page: int, block: int, most: tuple[int, int]) -> Shape:
-    """`shape_of`, of sizes.
+    """`shape_of`, of sizes. Products of 32 bits are not of tensor cores, and keep both sides.
 
     Example:
         >>> shape_for(torch.bfloat16, 80, 16, 192, (128, 64))
         (80, 128, 16, 192, 64, 64)
         >>> shape_for(torch.float32, 8, 16, 128, (128, 64))
-        (8, 16, 16, 128, 64, 32)
+        (8, 16, 16, 128, 32, 16)
     """
     padded = max(_LEAST, 1 << (dim - 1).bit_length())
-    part = 2 if dtype == torch.float32 or padded > 128 else 1
-    queries, keys = (min(each // part, block & -block) for each in most)
+    part = (4 if dtype == torch.float32 else 1) * (2 if padded > 128 else 1)
+    queries, keys = (min(max(each // part, _LEAST), block & -block) for each in most)
     return dim, padded, page, block, queries, keys
 
 

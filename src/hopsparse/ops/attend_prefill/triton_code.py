@@ -68,7 +68,7 @@ def compiled_for(
         if kind.startswith("*") or path[:2] in ((1, 2), (1, 3))
     }
     source = ASTSource(function, signature, constants, even)
-    warps = warps_of(shape[5 if turned else 4], shape[1])
+    warps = warps_of(2 * shape[5] if turned else shape[4], shape[1])
     made = triton.compile(source, target=GPUTarget(*target), options={"num_warps": warps})
     code: bytes = made.asm["hsaco" if target[0] == "hip" else "cubin"]
     return code

@@ -218,7 +218,7 @@ def run(
     shift = shift_of(given, (q, kept[1], kept[2]))
     rows = (q, given[0].contiguous(), kept[2].contiguous(), shift.contiguous())
     of_q = torch.empty_like(q)
-    shape = shape_of(q, cache, block, TILE)
+    shape = shape_of(q, cache, lists, block, TILE)
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _of_queries[(tiles[0].shape[0], q.shape[1])](
         (*rows, of_q),
@@ -246,8 +246,8 @@ def _run_of_keys(
 ) -> tuple[Tensor, Tensor]:
     q = rows[0]
     table, lengths, pages, width, blocks = table_of(cache, block)
-    dim, padded, page, _, queries, keys = shape_of(q, cache, block, TILE_OF_KEYS)
-    shape = (dim, padded, page, block, queries, min(keys, page & -page))
+    dim, padded, page, own, queries, keys = shape_of(q, cache, lists, block, TILE_OF_KEYS)
+    shape = (dim, padded, page, own, queries, min(keys, page & -page))
     readers = readers_of_pages(table, lengths, page, pages)
     indices, counts = lists
     transposed, each = (starts, starts), 1
@@ -267,6 +267,8 @@ def _run_of_keys(
         (q.shape[0], q.shape[1], cache.kv_heads, float(scale)),
         SHAPE=shape,
         LISTED=min(1, listed_of(lists)),
-        num_warps=warps_of(shape[5], padded),
+        num_warps=warps_of(2 * shape[5], padded),
+        # Without lists ptxas spills three stages.
+        num_stages=2 if indices is None else 3,
     )
     return results[0], results[1]
