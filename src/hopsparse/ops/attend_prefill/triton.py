@@ -189,7 +189,7 @@ def fits(q: Tensor, cache: PagedKV, indices: Tensor | None, block: int, eight_bi
         return False
     if 0 in table.shape or (indices is not None and indices.numel() == 0):
         return False
-    sizes = [q.shape[0], table.numel() * cache.page]
+    sizes = [q.shape[0] * q.shape[1], table.numel() * cache.page]
     if indices is not None:
         blocks = indices.shape[0] * indices.shape[1] * -(-cache.capacity // block)
         sizes += [indices.shape[3] * block, indices.numel(), blocks]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...ranges import in_phase
 from .._paged import PagedKV
-from .gradient import shift_of
 from .transposed import queries_of_blocks, readers_of_pages, tiles_of_queries
 from .triton import (
     TILE,
@@ -38,6 +37,19 @@ from .triton import (
 
 #: Most queries and keys of a tile, where keys are what is summed.
 TILE_OF_KEYS = (32, 128)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shifts(rows, shift, count, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """rowsum(dout out) - e of rows [dim], in one pass over both."""
+    out, grad, grad_lse = rows
+    ROWS: tl.constexpr = SHAPE[4]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < count
+    mine = rows_of_queries(out, row, 0, 1, exists, SHAPE).to(tl.float32)
+    other = rows_of_queries(grad, row, 0, 1, exists, SHAPE).to(tl.float32)
+    found = tl.sum(mine * other, 1) - tl.load(grad_lse + row, mask=exists, other=0.0)
+    tl.store(shift + row, found, mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -215,10 +227,13 @@ def run(
         of_keys: Whether those of keys and values are wanted; they are empty otherwise.
     """
     q, starts = kept[0].contiguous(), starts.contiguous()
-    shift = shift_of(given, (q, kept[1], kept[2]))
-    rows = (q, given[0].contiguous(), kept[2].contiguous(), shift.contiguous())
+    out, lse, grad, grad_lse = (each.contiguous() for each in (*kept[1:], *given))
+    rows = (q, grad, lse, torch.empty_like(lse))
     of_q = torch.empty_like(q)
     shape = shape_of(q, cache, lists, block, TILE)
+    _shifts[(-(-lse.numel() // shape[4]),)](
+        (out, grad, grad_lse), rows[3], lse.numel(), SHAPE=shape
+    )
     tiles = (*tiles_of_queries(starts, q.shape[0], shape[4]), starts)
     _of_queries[(tiles[0].shape[0], q.shape[1])](
         (*rows, of_q),
