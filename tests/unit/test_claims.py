@@ -15,6 +15,7 @@ from tests.helpers.claim_figures import (
     figures,
     judged,
     model_gains,
+    on_two,
     sent,
     step_ms,
     whole_step,
@@ -124,7 +125,7 @@ def model_aims() -> list[str]:
 
 
 def other_aims() -> list[str]:
-    """C13, C14 and C18."""
+    """C13, C14, C18 and C19."""
     step = whole_step(attention()[1, 131072])
     tiles = of("h200/attention_prefill", contender="attend_prefill")
     rate = min(row["tflops"] for row in tiles if row["part"] < 1)
@@ -136,6 +137,8 @@ def other_aims() -> list[str]:
     slower = [ours / other for ours, other in pairs]
     losses = f"{worse('int4'):+.2%} `int4`, {worse('int3.5'):+.2%} `int3.5`"
     (gate,) = of("cpu/gate", kind="A/A")
+    layers_of_two = ("mlp", "attention", "down", "o")
+    nccl = [each for shape in layers_of_two for each in on_two(shape, "nccl")]
     alarms = f"{gate['alarms']} in {gate['runs']}, on a CPU"
     held = f"{broken} broken of {queries:,}"
     plain = f"{min(slower):.2f} to {max(slower):.2f} times as long"
@@ -149,6 +152,9 @@ def other_aims() -> list[str]:
         aim("C14", "PowerSGD at 100 Mbit/s", f"{best:.0f} ms, it {power:.0f}", best < power),
         aim("C14", "never slower than bfloat16", plain, max(slower) <= 1),
         aim("C18", "false alarms of the gate", alarms, gate["alarms"] * 100 <= gate["runs"]),
+        aim("C19", "1.7 x one GPU on two, an MLP", *met(on_two("mlp", "2:4"), 1.7)),
+        aim("C19", "the same, q, k, v and o", *met(on_two("attention", "2:4"), 1.7)),
+        aim("C19", "faster than NCCL", *met(nccl, 1)),
     ]
 
 

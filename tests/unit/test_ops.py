@@ -117,6 +117,26 @@ def test_torch_agrees_that_the_operator_is_well_formed() -> None:
         torch.library.opcheck(torch.ops.hopsparse.decompress.default, (parts, *facts))
 
 
+def test_the_first_call_does_not_import_dynamo() -> None:
+    """It takes 2 to 3 seconds, which a process that compiles nothing should not wait for."""
+    program = (
+        "import sys, torch; from hopsparse.formats import BSR; "
+        "from hopsparse.ops import decompress; decompress(BSR.from_dense(torch.eye(32), (16, 16)));"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    w = CSR.from_dense(torch.eye(4))
+    values = w.values.clone().requires_grad_()
+    trained = w.from_parts(w.shape, {**w.parts(), "values": values}, w.attributes())
+    upstream = torch.ones(4, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(decompress(trained), values, upstream, create_graph=True)
+    with pytest.raises(UnsupportedError, match="a gradient of a gradient"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("fmt", ["csr", "nm"])
 def test_values_beyond_int16_places_get_their_gradient(fmt: str) -> None:
     dense = torch.zeros(300, 512, dtype=torch.bfloat16)

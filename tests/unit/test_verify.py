@@ -14,7 +14,7 @@ from hopsparse.errors import GpuLostError
 from hopsparse.launch import Bound, launches
 from hopsparse.nn.checks import checks as layer_checks
 from hopsparse.ops.checks import all_checks
-from hopsparse.verify import Check, Expected, Trial, first_mismatch, outcome_of
+from hopsparse.verify import Check, Expected, Trial, first_mismatch, made_once, outcome_of
 from hopsparse.verify import check as verify_check
 
 CPU = torch.device("cpu")
@@ -179,6 +179,32 @@ def test_names_are_unique_and_every_operator_is_there() -> None:
         *("im2col", "rope_append", "select_blocks", "sddmm_bsr"),
     }
     assert quick == public
+
+
+def test_a_problem_is_made_once_of_numbers_of_its_own() -> None:
+    calls = []
+
+    @made_once
+    def problem(size: int) -> Tensor:
+        calls.append(size)
+        return torch.rand(size)
+
+    torch.manual_seed(1)
+    first = problem(3)
+    torch.manual_seed(2)
+    behind = torch.rand(1)
+    assert problem(3) is first
+    assert calls == [3]
+    # Whoever asks first, and whatever it drew before.
+    assert not torch.equal(first, problem(4)[:3])
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(1), behind)
+
+    @made_once
+    def again(size: int) -> Tensor:
+        return torch.rand(size)
+
+    assert torch.equal(again(3), first)
 
 
 # Where each operator's checks look it up.

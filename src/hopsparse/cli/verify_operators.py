@@ -156,8 +156,8 @@ def _steps(device: str, ops: Sequence[str], every: bool) -> list[_Step]:
     if device == "cpu" and (not ops or _FORMATS in ops):
         steps += [(check.name, check.run) for check in _formats()]
     for check in checks:
-        wanted = (not ops or check.op in ops) and (every or check.quick)
-        if wanted and not (check.only_gpu and device == "cpu"):
+        is_there = not (check.only_gpu and device == "cpu")
+        if (not ops or check.op in ops) and (is_there if every else check.is_quick(device)):
             steps.append((check.name, _step(check, device)))
     return steps
 

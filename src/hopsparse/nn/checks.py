@@ -31,8 +31,9 @@ def checks() -> Iterator[Check]:
                 kernel = fmt == "nm" and dtype.itemsize == 2
                 trials = partial(_layer, fmt, dtype, shape)
                 case = f"{shape[0]}x{shape[1]}"
-                yield Check(_OP, case, name, fmt, trials, kernel, quick=dtype != torch.float16)
-    yield Check(_OP, "int8", "bfloat16", "nm-2:4", _codes, quick=True)
+                quick, first = dtype != torch.float16, shape == _SHAPES[0]
+                yield Check(_OP, case, name, fmt, trials, kernel, quick=quick, first=first)
+    yield Check(_OP, "int8", "bfloat16", "nm-2:4", _codes, quick=True, first=True)
 
 
 def _layer(

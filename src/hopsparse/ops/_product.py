@@ -7,16 +7,17 @@ torch.compile, and what runs while an operator has no kernel.
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, UnsupportedError
-from ..formats import Quantized, SparseMatrix, nonzero_mask, stored_named
+from ..formats import Quantized, SparseMatrix, stored_named
+from ..formats._places import places_of
 from ..ranges import in_phase, phase
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -298,8 +299,7 @@ def decompress(w: SparseMatrix) -> Tensor:
 # A custom operator, because decoding is loops and data-dependent sizes: traced op by op it would
 # be hundreds of nodes a layer for N:M and graph breaks for CSR. The product around it stays plain
 # torch, so x and bias need no rule of their own, and inductor may fuse what surrounds it.
-@torch.library.custom_op("hopsparse::decompress", mutates_args=())
-def _decompress(
+def _run_decompress(
     parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
 ) -> Tensor:
     matrix = _matrix(parts, format, (rows, cols), attributes)
@@ -309,19 +309,19 @@ def _decompress(
         return matrix.to_dense()
 
 
-@_decompress.register_fake
-def _(parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str) -> Tensor:
+def _dense_result(
+    parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
+) -> Tensor:
     matrix = _matrix(parts, format, (rows, cols), attributes)
     return parts[0].new_empty((rows, cols), dtype=matrix.dtype)
 
 
-@torch.library.custom_op("hopsparse::gather_kept", mutates_args=())
-def gather_kept(
+def _run_gather_kept(
     grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
 ) -> list[Tensor]:
     """Entries of `grad` [rows, cols] at the places of the kept values, shaped as the values are."""
     matrix = _matrix(parts, format, (rows, cols), attributes)
-    places = _places(matrix)
+    places = places_of(matrix)
     kept = places > 0
     values = [part for part in parts if part.is_floating_point()]
     sizes = [part.numel() for part in values]
@@ -331,8 +331,7 @@ def gather_kept(
     return [piece.view(part.shape).clone() for piece, part in zip(pieces, values, strict=True)]
 
 
-@gather_kept.register_fake
-def _(
+def _kept_result(
     grad: Tensor, parts: Sequence[Tensor], format: str, rows: int, cols: int, attributes: str
 ) -> list[Tensor]:
     return [grad.new_empty(part.shape) for part in parts if part.is_floating_point()]
@@ -350,7 +349,34 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[o
     return [next(found) if part.is_floating_point() else None for part in parts], *[None] * 4
 
 
-_decompress.register_autograd(_backward, setup_context=_setup_context)
+def _no_second_gradient(ctx: object, *grads: object) -> None:
+    raise UnsupportedError(
+        "a gradient of a gradient of a stored weight",
+        need="first gradients",
+        hint="w.to_dense() of values that require a gradient, and a dense product",
+    )
+
+
+# Written out: torch.library.custom_op imports Dynamo at the first call, which takes 2 to 3 s.
+LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_TAG, _ANY, _STORED = (
+    torch.Tag.pt2_compliant_tag,
+    "CompositeExplicitAutograd",
+    "Tensor[] parts, str format, SymInt rows, SymInt cols, str attributes",
+)
+LIBRARY.define(f"decompress({_STORED}) -> Tensor", tags=_TAG)
+LIBRARY.define(f"gather_kept(Tensor grad, {_STORED}) -> Tensor[]", tags=_TAG)
+LIBRARY.impl("decompress", _run_decompress, _ANY)
+LIBRARY.impl("gather_kept", _run_gather_kept, _ANY)
+torch.library.register_fake("hopsparse::decompress", _dense_result, lib=LIBRARY)
+torch.library.register_fake("hopsparse::gather_kept", _kept_result, lib=LIBRARY)
+torch.library.register_autograd(
+    "hopsparse::decompress", _backward, setup_context=_setup_context, lib=LIBRARY
+)
+torch.library.register_autograd("hopsparse::gather_kept", _no_second_gradient, lib=LIBRARY)
+_decompress = torch.ops.hopsparse.decompress.default
+#: Entries of `grad` [rows, cols] at the places of the kept values, shaped as the values are.
+gather_kept = torch.ops.hopsparse.gather_kept.default
 
 
 def _matrix(
@@ -359,30 +385,6 @@ def _matrix(
     kind, facts = stored_named(format), literal_eval(attributes)
     named = dict(zip(kind.part_names(facts), parts, strict=True))
     return kind.from_parts(shape, named, facts)
-
-
-def _places(w: SparseMatrix) -> Tensor:
-    """For each entry [rows, cols], 1 + the index of its value among all values, or 0.
-
-    A matrix that holds serial numbers instead of values is decoded like any other, which needs no
-    knowledge of the format. Layouts depend on the element size, so numbers keep it: 16-bit ones
-    are decoded a half at a time. Stored zeros get no number, since they may share a place.
-    """
-    values = {name: part for name, part in w.parts().items() if part.is_floating_point()}
-    serials, first = {}, 1
-    for name, part in values.items():
-        numbers = torch.arange(first, first + part.numel(), dtype=torch.int32, device=part.device)
-        serials[name] = torch.where(nonzero_mask(part), numbers.view(part.shape), 0)
-        first += part.numel()
-    if w.dtype.itemsize == 4:
-        return _decoded(w, serials)
-    low = {name: (number & 0x7FFF).to(torch.int16) for name, number in serials.items()}
-    high = {name: (number >> 15).to(torch.int16) for name, number in serials.items()}
-    return _decoded(w, low) | _decoded(w, high) << 15
-
-
-def _decoded(w: SparseMatrix, parts: Mapping[str, Tensor]) -> Tensor:
-    return w.from_parts(w.shape, {**w.parts(), **parts}, w.attributes()).to_dense().long()
 
 
 # A dictionary, because torch.compile of torch 2.11 warns of functools.cache in what it traces.

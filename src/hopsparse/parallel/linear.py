@@ -13,6 +13,7 @@ from ..errors import ArgumentError
 from ..formats import bounds_of
 from ..formats.shards import check_bounds
 from ..nn import SparseLinear
+from ..nn._parts import checked_act
 from ..ops import Plan
 from ..ops._call import apply_activation
 from ..ops._product import product_plan
@@ -95,7 +96,7 @@ class ColumnParallelSparseLinear(nn.Module):
         if not self.gather_output:
             own: Tensor = self.shard(x)
             return own
-        _check_x(x, self.in_features)
+        _check_x(x, self.in_features, "x.transpose(-1, -2), if x holds tokens along its last side")
         y = x.new_empty((*x.shape[:-1], self._columns[-1]))
         return self.peers.columns_of(
             lambda part: write_product(self.shard, x, part), y, self._columns
@@ -171,10 +172,17 @@ class RowParallelSparseLinear(nn.Module):
         self.bounds = tuple(bounds)
         _check_shard(shard.in_features, self.bounds, peers)
         self.in_features, self.out_features = bounds[-1], shard.out_features
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ArgumentError(
+                f"a bias of shape {list(bias.shape)}",
+                need=f"[{self.out_features}], one number an output feature",
+                hint="bias=None, or that of the whole layer",
+            )
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias)
         self.register_parameter("bias", bias)
-        self.input_is_split, self.wide_parts, self.act = input_is_split, wide_parts, act
+        self.input_is_split, self.wide_parts = input_is_split, wide_parts
+        self.act: str | None = checked_act(act, self)
 
     @classmethod
     def from_layer(
@@ -217,15 +225,18 @@ class RowParallelSparseLinear(nn.Module):
 
         Args:
             x: As above.
-            residual: [..., out], the same on every rank, added behind the sum; or None.
+            residual: As the result, the same on every rank, added behind the sum and the
+                activation; or None. With `act="swiglu"` a result has half of the columns.
 
         Raises:
             ArgumentError: `x` or `residual` does not fit.
         """
         if not self.input_is_split:
-            _check_x(x, self.in_features)
+            _check_x(
+                x, self.in_features, "input_is_split=True, if x holds this rank's columns alone"
+            )
             x = own_columns(x, self.bounds, self.peers)
-        _check_x(x, self.shard.in_features)
+        _check_x(x, self.shard.in_features, "input_is_split=False, if x holds all columns")
         if self.bias is not None and self.bias.dtype != x.dtype:
             raise ArgumentError(
                 f"x of {x.dtype} and a bias of {self.bias.dtype}",
@@ -233,12 +244,7 @@ class RowParallelSparseLinear(nn.Module):
                 hint="x.to(layer.bias.dtype), or layer.to(x.dtype)",
             )
         shape = (*x.shape[:-1], self.out_features)
-        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
-            raise ArgumentError(
-                f"a residual {list(residual.shape)} of {residual.dtype}",
-                need=f"{list(shape)} of {x.dtype}",
-                hint="residual.expand(...).to(x.dtype)",
-            )
+        _check_residual(residual, x, self.out_features // (2 if self.act == SWIGLU else 1))
         if learns(x, (self,)) or (
             torch.is_grad_enabled() and residual is not None and residual.requires_grad
         ):
@@ -270,7 +276,7 @@ class RowParallelSparseLinear(nn.Module):
         return _told(self, "columns")
 
     def _part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.wide_parts else dtype
+        return torch.promote_types(dtype, torch.float32) if self.wide_parts else dtype
 
 
 def _check_shard(side: int, bounds: Sequence[int], peers: Peers) -> None:
@@ -283,12 +289,22 @@ def _check_shard(side: int, bounds: Sequence[int], peers: Peers) -> None:
         )
 
 
-def _check_x(x: Tensor, k: int) -> None:
+def _check_x(x: Tensor, k: int, hint: str) -> None:
     if x.ndim < 1 or x.shape[-1] != k:
         raise ArgumentError(
             f"linear: x of shape {list(x.shape)}",
             need=f"[..., {k}]",
-            hint="input_is_split says whether x holds this rank's columns, or all of them",
+            hint=hint,
+        )
+
+
+def _check_residual(residual: Tensor | None, x: Tensor, width: int) -> None:
+    shape = (*x.shape[:-1], width)
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+        raise ArgumentError(
+            f"a residual {list(residual.shape)} of {residual.dtype}",
+            need=f"{list(shape)} of {x.dtype}",
+            hint="residual.expand(...).to(x.dtype)",
         )
 
 

@@ -75,7 +75,9 @@ class Check:
         format: How the matrix is stored, or "".
         trials: Makes the calls, with their tensors on the given device.
         kernel: Whether one of our kernels has to run where there is a Hopper GPU.
-        quick: Whether it is one of the quick set.
+        quick: Whether it is one of the quick set of the CPU.
+        first: Whether it is one of the quick set of a GPU, where each kernel has to be loaded: of
+            each operator, dtype and format one, and of each family of kernels the riskiest.
         only_gpu: Whether the CPU has nothing of the kind: tiles are choices of kernels.
     """
 
@@ -87,11 +89,16 @@ class Check:
     kernel: bool = True
     quick: bool = False
     only_gpu: bool = False
+    first: bool = False
 
     @property
     def name(self) -> str:
         """Operator, case, format and dtype in one word each."""
         return " ".join(filter(None, (self.op, self.case, self.format, self.dtype)))
+
+    def is_quick(self, kind: str) -> bool:
+        """Whether it is one of the quick set of that kind of device, "cpu" or "cuda"."""
+        return self.first if kind == "cuda" else self.quick and not self.only_gpu
 
 
 @dataclass(frozen=True)

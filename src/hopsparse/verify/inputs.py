@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from ..formats import BlockPattern, NMPattern, Pattern
+
+_Problem = TypeVar("_Problem")
+# Of one kind of numbers, which the checks of all tiles take before those of the next kind.
+_MOST_KEPT = 8
+
+
+def made_once(make: Callable[..., _Problem]) -> Callable[..., _Problem]:
+    """Keep the last problems: every tile takes the same, and making one takes longer than a tile.
+
+    Its numbers follow from the arguments alone, whichever check asks first. What has it must not
+    write into it.
+
+    Args:
+        make: Makes a problem of random numbers of the CPU; its arguments are hashable.
+
+    Example:
+        >>> problem = made_once(lambda size: torch.randn(size))
+        >>> problem(3) is problem(3), problem(3).shape
+        (True, torch.Size([3]))
+    """
+
+    @lru_cache(maxsize=_MOST_KEPT)
+    def made(*facts: Hashable) -> _Problem:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(sum(repr(facts).encode()))
+            return make(*facts)
+
+    @wraps(make)
+    def kept(*facts: Hashable) -> _Problem:
+        return made(*facts)
+
+    return kept
 
 
 def small_integers(shape: tuple[int, ...], dtype: torch.dtype, largest: int = 2) -> Tensor:

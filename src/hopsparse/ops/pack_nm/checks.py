@@ -35,11 +35,13 @@ def checks() -> Iterator[Check]:
             # Dtypes of a size share a kernel.
             quick = dtype in (torch.bfloat16, torch.int8)
             trials, kernel = partial(_packed, case, dtype), plan.supports(name, "check")
-            yield Check(_OP, case.name, name, "nm-2:4", trials, kernel, quick)
+            first = case.name == "ragged" or (quick and case.name == "many-panels")
+            yield Check(_OP, case.name, name, "nm-2:4", trials, kernel, quick, first=first)
             if dtype.itemsize > 1:
                 trials = partial(_selected, case, dtype)
                 kernel = plan.supports(name, "magnitude")
-                yield Check(_OP, f"{case.name}-magnitude", name, "nm-2:4", trials, kernel, quick)
+                magnitude = f"{case.name}-magnitude"
+                yield Check(_OP, magnitude, name, "nm-2:4", trials, kernel, quick, first=first)
 
 
 def _packed(case: Case, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:

@@ -23,6 +23,8 @@ _CODES: dict[str, tuple[torch.dtype | str, float]] = {
     "e4m3": (_E4M3, 448.0),
     "int4": ("int4", 7.0),
 }
+# The quick set of a GPU: rows of a block, a warp and the largest block, and those read again.
+_FIRST = ("short-block", "warp", "large-block", "long-odd")
 _BEHIND = ("norm", "norm-residual", "halves", "interleaved")
 
 
@@ -34,11 +36,14 @@ def checks() -> Iterator[Check]:
                 name = f"{str(dtype).removeprefix('torch.')}-{kind}"
                 quick = dtype == torch.bfloat16
                 trials = partial(_steps, case, dtype, kind)
-                yield Check(_OP, case.name, name, "", trials, quick=quick)
+                first = case.name in (_FIRST if name == "bfloat16-e4m3" else _FIRST[:1])
+                yield Check(_OP, case.name, name, "", trials, quick=quick, first=first)
                 for what in _BEHIND:
                     trials = partial(_behind, case, what, dtype, kind)
                     few = quick and kind == "e4m3"
-                    yield Check(_OP, f"{case.name}-{what}", name, "", trials, quick=few)
+                    first = few and case.name == _FIRST[0]
+                    called = f"{case.name}-{what}"
+                    yield Check(_OP, called, name, "", trials, quick=few, first=first)
 
 
 def _sizes(case: Case, kind: str) -> tuple[int, int]:

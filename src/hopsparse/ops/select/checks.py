@@ -23,6 +23,15 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 # Of longer rows one kind of scores is enough: sorting them takes the CPU most of the time.
 _LONG_COLUMNS = 20_100
+# The quick set of a GPU: each way to choose, a block and a cluster for each row.
+_FIRST = (
+    "off-tile-rank",
+    "off-tile-ends",
+    "off-tile-threshold",
+    "off-tile-top-p",
+    "beyond-a-block-rank",
+    "a-block-each-rank",
+)
 _LONGEST = 393_216  # of the kernel; beyond, torch sorts
 
 
@@ -36,7 +45,9 @@ def checks() -> Iterator[Check]:
                 short = case.columns <= _LONG_COLUMNS or (case.name == "cluster" and mode == "rank")
                 quick = dtype == torch.float32 and short
                 kernel = case.columns <= _LONGEST
-                yield Check(_OP, f"{case.name}-{mode}", name, "", trials, kernel, quick)
+                called = f"{case.name}-{mode}"
+                first = called in (_FIRST if quick else _FIRST[:1])
+                yield Check(_OP, called, name, "", trials, kernel, quick, first=first)
 
 
 def _chosen(case: Case, dtype: torch.dtype, mode: str, device: torch.device) -> Iterator[Trial]:

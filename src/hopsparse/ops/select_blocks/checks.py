@@ -19,6 +19,8 @@ from .op import BlockBudget, select_blocks
 _OP = "select_blocks"
 _LENGTHS = [0, 1, 700, 1024]
 _BLOCK, _ROOM, _KV_HEADS = 16, 64, 2
+# The quick set of a GPU: each dim and kind.
+_FIRST = ("64x1-bound-k", "128x4-mass-ends", "256x4-mean-ends")
 _BUDGETS = {"k": BlockBudget(9), "ends": BlockBudget(12, sink=2, recent=3)}
 
 
@@ -31,7 +33,8 @@ def checks() -> Iterator[Check]:
                     trials = partial(_chosen, dim, group, kind, budget)
                     quick = dim == 128 and group == 4
                     case = f"{dim}x{group}-{kind}-{budget}"
-                    yield Check(_OP, case, "bfloat16", "", trials, quick=quick)
+                    first = case in _FIRST
+                    yield Check(_OP, case, "bfloat16", "", trials, quick=quick, first=first)
 
 
 def _chosen(dim: int, group: int, kind: str, budget: str, device: torch.device) -> Iterator[Trial]:

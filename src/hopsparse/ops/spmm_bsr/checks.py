@@ -9,14 +9,14 @@ import torch
 
 from ...formats.bsr import BSR
 from ...formats.pattern import BlockPattern, parse_pattern
-from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ...verify import Check, Expected, Trial, dense_weight, made_once, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
 from .._product import Case
 from .cases import EDGE, SMOKE
 from .fragments_kernel import FragmentConfig
 from .kernel import ACTIVATIONS, Config
 from .op import spmm_bsr
-from .plan import CANDIDATES, FRAGMENT_CANDIDATES, candidates
+from .plan import CANDIDATES, FRAGMENT_CANDIDATES, SHOWN, WITH_EPILOGUES, candidates
 from .reference import apply_activation
 from .sddmm import sddmm_bsr
 from .strips import panels_of, width_of
@@ -27,6 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SHAPES = ((130, 520, 656), (33, 200, 4160), (70, 70, 2064))
 # More items than blocks that run at once, and more steps of each than a ring has stages.
 _TURNS = ((1030, 2064, 2080),)
+# The quick set of a GPU: blocks of every width.
+_FIRST = ("three-tokens", "seven-tokens", "seventeen-tokens", "rectangular")
 _Tile = Config | FragmentConfig
 
 
@@ -39,13 +41,15 @@ def checks() -> Iterator[Check]:
             kernel = dtype.itemsize == 2 and case.tokens > 0
             trials = partial(_of_case, case, pattern, dtype)
             block = f"{pattern.rows}x{pattern.cols}"
-            yield _check(case.name, dtype, trials, block, kernel, quick=dtype != torch.float16)
+            quick, is_first = dtype != torch.float16, dtype == torch.bfloat16
+            first = case.name == "smoke" or (is_first and case.name in _FIRST)
+            yield _check(case.name, dtype, trials, block, kernel, quick=quick, first=first)
     tiles: tuple[_Tile, ...] = (*CANDIDATES, *FRAGMENT_CANDIDATES)
     for config in tiles:
         for dtype in _DTYPES[:2]:
-            quick = dtype == torch.bfloat16 and config in (*CANDIDATES[::5], *_FEW)
+            first = dtype == torch.bfloat16 and config in SHOWN
             trials = partial(_of_tile, config, dtype, _SHAPES)
-            yield _check(f"tile-{config.name}", dtype, trials, _side(config), quick=quick)
+            yield _check(f"tile-{config.name}", dtype, trials, _side(config), first=first)
         trials = partial(_of_tile, config, torch.bfloat16, _TURNS)
         yield _check(f"tile-{config.name}-turns", torch.bfloat16, trials, _side(config))
     for dtype in _DTYPES:
@@ -55,18 +59,19 @@ def checks() -> Iterator[Check]:
             trials = partial(_sampled, sides, dtype)
             form = f"bsr-{sides[0]}x{sides[1]}"
             quick = dtype == torch.bfloat16
-            yield Check("sddmm_bsr", "200x300", name, form, trials, kernel=False, quick=quick)
-    few: tuple[_Tile, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
-    for config in few:
+            # Compiling for Triton takes most of a second: of one dtype, and others by cuBLAS.
+            first = sides == ((32, 64) if quick else (16, 16))
+            yield Check(
+                "sddmm_bsr", "200x300", name, form, trials, kernel=False, quick=quick, first=first
+            )
+    for config in WITH_EPILOGUES:
         for act in ACTIVATIONS:
             trials = partial(_epilogues, config, act)
             name = f"act-{act}-{config.name}"
-            yield _check(name, torch.bfloat16, trials, _side(config), quick=act == "silu")
+            quick = act == "silu"
+            yield _check(name, torch.bfloat16, trials, _side(config), quick=quick, first=quick)
         trials = partial(_strides, config)
         yield _check(f"strides-{config.name}", torch.bfloat16, trials, _side(config))
-
-
-_FEW = FRAGMENT_CANDIDATES[::3]
 
 
 def _check(
@@ -76,9 +81,10 @@ def _check(
     block: str,
     kernel: bool = True,
     quick: bool = False,
+    first: bool = False,
 ) -> Check:
-    name = str(dtype).removeprefix("torch.")
-    return Check(_OP, case, name, f"bsr-{block}", trials, kernel, quick, only_gpu="tile-" in case)
+    name, form, only = str(dtype).removeprefix("torch."), f"bsr-{block}", "tile-" in case
+    return Check(_OP, case, name, form, trials, kernel, quick, only_gpu=only, first=first)
 
 
 def _side(config: _Tile) -> str:
@@ -121,12 +127,23 @@ def _of_tile(
     shapes: tuple[tuple[int, int, int], ...],
     device: torch.device,
 ) -> Iterator[Trial]:
-    block = _block_of(config)
-    pattern = BlockPattern(*block, 0.6)
-    for tokens, out, k in shapes:
-        dense = dense_weight((out, k), pattern, dtype).to(device)
-        x = small_integers((tokens, k), dtype).to(device)
-        yield exact_trial(partial(spmm_bsr, BSR.from_dense(dense, block), config=config), x, dense)
+    for shape in shapes:
+        w, x, right = _of_integers(_block_of(config), shape, dtype, device)
+        yield Trial(partial(spmm_bsr, w, x, config=config), [right])
+
+
+@made_once
+def _of_integers(
+    block: tuple[int, int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[BSR, torch.Tensor, Expected]:
+    tokens, out, k = shape
+    dense = dense_weight((out, k), BlockPattern(*block, 0.6), dtype).to(device)
+    x = small_integers((tokens, k), dtype).to(device)
+    right = wide_integers(x, dense).to(dtype).double()
+    return BSR.from_dense(dense, block), x, Expected(right, dtype)
 
 
 def _epilogues(config: _Tile, act: str, device: torch.device) -> Iterator[Trial]:

@@ -44,6 +44,17 @@ FRAGMENT_CANDIDATES: tuple[FragmentConfig, ...] = (
     *(FragmentConfig(2, tokens, cluster) for tokens, cluster in ((64, 2), (64, 1), (32, 1))),
 )
 
+#: Tiles that are compiled ahead with more than a plain product, and are in the quick set of
+#: `hopsparse verify`.
+SHOWN: tuple[Config | FragmentConfig, ...] = (
+    CANDIDATES[0],
+    CANDIDATES[3],
+    CANDIDATES[-1],
+    *FRAGMENT_CANDIDATES[::3],
+)
+#: Tiles whose epilogues are verified.
+WITH_EPILOGUES: tuple[Config | FragmentConfig, ...] = (CANDIDATES[-3], FRAGMENT_CANDIDATES[1])
+
 # How much longer than predicted a kernel may take before dense would have been the better choice:
 # predictions of wgmma are within 7 % of every measured row, those of mma.sync within 6 %.
 _DOUBT, _DOUBT_OF_FRAGMENTS = 1.1, 1.07
@@ -247,15 +258,13 @@ def every_spec() -> list[KernelSpec]:
     """Every kernel that a plain product may run, and one of each kind of epilogue."""
     tiles: tuple[Config | FragmentConfig, ...] = (*CANDIDATES, *FRAGMENT_CANDIDATES)
     specs = [_spec(config, dtype) for dtype in ("bfloat16", "float16") for config in tiles]
-    shown: tuple[Config | FragmentConfig, ...] = (
-        CANDIDATES[0],
-        CANDIDATES[3],
-        CANDIDATES[-1],
-        *FRAGMENT_CANDIDATES[::3],
-    )
-    for config in shown:
+    for config in SHOWN:
         specs += [_spec(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
         specs.append(_spec(config, "bfloat16", activation="gelu_tanh", residual=True))
         specs.append(_spec(config, "float16", out_dtype="float32"))
         specs.append(_spec(config, "bfloat16", direct=True))
-    return specs
+    for config in WITH_EPILOGUES:
+        behind: dict[str, Any] = {"activation": "silu", "residual": True}
+        specs += [_spec(config, "bfloat16", direct=direct, **behind) for direct in (False, True)]
+        specs.append(_spec(config, "bfloat16", out_dtype="float32", direct=True, **behind))
+    return list(dict.fromkeys(specs))

@@ -41,20 +41,28 @@ def checks() -> Iterator[Check]:
     for dtype in _DTYPES:
         name, quick = str(dtype).removeprefix("torch."), dtype != torch.float16
         for rows in _ROWS:
+            # Rows that several warps share, of each format and dtype.
+            first = rows == "huge-rows"
             for form in ("csr", "csc", "hyb", "torch-int32", "torch-int64"):
                 trials = partial(_matmul, rows, form, dtype)
                 # Formats differ before the kernel, whatever the dtype.
                 few = quick and (form == "csr" or dtype == torch.bfloat16)
-                yield Check("csr_matmul", rows, name, form, trials, _has_work(rows), few)
+                yield Check(
+                    "csr_matmul", rows, name, form, trials, _has_work(rows), few, first=first
+                )
             for form in ("csr", "torch-int64"):
                 trials = partial(_dots, rows, form, dtype)
-                yield Check("sddmm_csr", rows, name, form, trials, _has_work(rows), quick)
+                yield Check(
+                    "sddmm_csr", rows, name, form, trials, _has_work(rows), quick, first=first
+                )
         graph = partial(_graph, dtype)
-        yield Check("csr_matmul", "power-law", name, "csr", graph, quick=quick)
+        first = dtype == torch.float32
+        yield Check("csr_matmul", "power-law", name, "csr", graph, quick=quick, first=first)
         for case in SMOKE + EDGE:
             trials = partial(_weight, case, dtype)
             kernel = case.tokens > 0
-            yield Check("spmm_csr", case.name, name, "csr", trials, kernel, quick)
+            first = case.name in ("smoke", "three-tokens")
+            yield Check("spmm_csr", case.name, name, "csr", trials, kernel, quick, first=first)
 
 
 def _has_work(rows: str) -> bool:
@@ -85,28 +93,28 @@ def _stored(a: CSR, form: str, device: torch.device) -> Any:
 
 def _matmul(rows: str, form: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
     a = _matrix(rows, dtype)
-    stored, dense = _stored(a, form, device), a.to_dense()
+    stored, dense = _stored(a, form, device), a.to_dense().to(device)
     for features in _FEATURES:
-        x = small_integers((a.shape[1], features), dtype, 1)
+        x = small_integers((a.shape[1], features), dtype, 1).to(device)
         right = wide_integers(x.T, dense).T
         value = Expected(right.to(dtype).double(), dtype)
-        yield Trial(partial(csr_matmul, stored, x.to(device)), [value])
-    x = torch.randn(a.shape[1], 40).to(dtype)
+        yield Trial(partial(csr_matmul, stored, x), [value])
+    x = torch.randn(a.shape[1], 40).to(device, dtype)
     slack = product_bound(x.T, dense, torch.float32, dtype).T
     right = dense.double() @ x.double()
-    yield Trial(partial(csr_matmul, stored, x.to(device)), [Expected(right, dtype, slack)])
+    yield Trial(partial(csr_matmul, stored, x), [Expected(right, dtype, slack)])
 
 
 def _dots(rows: str, form: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
     a = _matrix(rows, dtype)
     stored = _stored(a, form, device)
-    row = torch.repeat_interleave(torch.arange(a.shape[0]), a.indptr.diff().long())
-    column = a.indices.long()
+    row = torch.repeat_interleave(torch.arange(a.shape[0]), a.indptr.diff().long()).to(device)
+    column = a.indices.long().to(device)
     for features in _FEATURES:
-        u = small_integers((a.shape[0], features), dtype, 1)
-        x = small_integers((a.shape[1], features), dtype, 1)
+        u = small_integers((a.shape[0], features), dtype, 1).to(device)
+        x = small_integers((a.shape[1], features), dtype, 1).to(device)
         right = (u[row].double() * x[column].double()).sum(1)
-        run = partial(sddmm_csr, stored, u.to(device), x.to(device))
+        run = partial(sddmm_csr, stored, u, x)
         yield Trial(run, [Expected(right.to(dtype).double(), dtype)])
 
 

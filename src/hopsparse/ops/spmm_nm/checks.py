@@ -13,7 +13,7 @@ from ...formats._windows import windows_of
 from ...formats.nm import NM
 from ...formats.pattern import NMPattern, parse_pattern
 from ...measure.error import gated_bound, unit_roundoff
-from ...verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ...verify import Check, Expected, Trial, dense_weight, made_once, small_integers, wide_integers
 from ...verify.products import bounded_trial, epilogue_trial, exact_trial, strided
 from .._product import Case
 from .cases import EDGE, SMOKE
@@ -22,10 +22,14 @@ from .op import spmm_nm
 from .plan import CANDIDATES, tiles
 from .reference import apply_activation
 from .scaled.op import interleave_gate_up
+from .verified import TILES
 
 _OP = "spmm_nm"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TWO_FOUR = NMPattern(2, 4)
+# The quick set of a GPU: each pattern of each dtype; k in parts, rows of y that are no whole lines.
+_FIRST = ("smoke", "1:4", "4:6", "6:8-ragged")
+_FIRST_OF_KERNELS = ("k-4160", "ragged")
 # tokens, out, k: one tile; ragged on all sides; rows of y that are no whole lines; more tiles than
 # blocks that run at once, so that a block goes from one to the next.
 _SHAPES = ((256, 256, 256), (513, 1032, 1096), (70, 70, 2064), (2049, 2064, 400))
@@ -40,21 +44,24 @@ def checks() -> Iterator[Check]:
             # Other patterns, float32 and no tokens have no kernel, and the plan says so.
             kernel = dtype.itemsize == 2 and windows_of(pattern) == 1 and case.tokens > 0
             trials = partial(_of_case, case, pattern, dtype)
-            yield _check(case.name, dtype, trials, kernel, str(pattern), dtype != torch.float16)
+            quick, first = dtype != torch.float16, case.name in _FIRST
+            first |= dtype == torch.bfloat16 and case.name in _FIRST_OF_KERNELS
+            yield _check(case.name, dtype, trials, kernel, str(pattern), quick, first)
     for dtype in _DTYPES[:2]:
-        yield _check("strides", dtype, partial(_strides, dtype), quick=True)
+        is_first = dtype == torch.bfloat16
+        yield _check("strides", dtype, partial(_strides, dtype), quick=True, first=is_first)
         for config in CANDIDATES:
             trials = partial(_of_tile, config, dtype)
-            quick = dtype == torch.bfloat16 and config in CANDIDATES[::5]
-            yield _check(f"tile-{config.name}", dtype, trials, quick=quick)
+            first = is_first and config in TILES
+            yield _check(f"tile-{config.name}", dtype, trials, first=first)
         for act in ACTIVATIONS:
             trials = partial(_epilogues, act, dtype)
-            yield _check(f"act-{act}", dtype, trials, quick=act == "gelu")
+            quick = act == "gelu"
+            yield _check(f"act-{act}", dtype, trials, quick=quick, first=quick and is_first)
     for config in tiles(SWIGLU):
         trials = partial(_swiglu, config)
-        yield _check(
-            f"tile-{config.name}-swiglu", torch.bfloat16, trials, quick=config is CANDIDATES[5]
-        )
+        first = config is CANDIDATES[0]
+        yield _check(f"tile-{config.name}-swiglu", torch.bfloat16, trials, first=first)
 
 
 def _check(
@@ -64,9 +71,10 @@ def _check(
     kernel: bool = True,
     pattern: str = "2:4",
     quick: bool = False,
+    first: bool = False,
 ) -> Check:
-    name = str(dtype).removeprefix("torch.")
-    return Check(_OP, case, name, f"nm-{pattern}", trials, kernel, quick, only_gpu="tile-" in case)
+    name, form, only = str(dtype).removeprefix("torch."), f"nm-{pattern}", "tile-" in case
+    return Check(_OP, case, name, form, trials, kernel, quick, only_gpu=only, first=first)
 
 
 def _of_case(
@@ -84,10 +92,20 @@ def _of_case(
 
 
 def _of_tile(config: Config, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
-    for tokens, out, k in _SHAPES:
-        dense = dense_weight((out, k), _TWO_FOUR, dtype).to(device)
-        x = small_integers((tokens, k), dtype).to(device)
-        yield exact_trial(partial(spmm_nm, NM.from_dense(dense), config=config), x, dense)
+    for shape in _SHAPES:
+        w, x, right = _of_integers(shape, dtype, device)
+        yield Trial(partial(spmm_nm, w, x, config=config), [right])
+
+
+@made_once
+def _of_integers(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[NM, Tensor, Expected]:
+    tokens, out, k = shape
+    dense = dense_weight((out, k), _TWO_FOUR, dtype).to(device)
+    x = small_integers((tokens, k), dtype).to(device)
+    right = wide_integers(x, dense).to(dtype).double()
+    return NM.from_dense(dense), x, Expected(right, dtype)
 
 
 def _epilogues(act: str, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:

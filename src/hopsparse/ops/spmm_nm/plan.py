@@ -241,9 +241,11 @@ def every_spec() -> list[KernelSpec]:
         specs.append(spec_for(config, "float16", out_dtype="float32"))
         specs.append(spec_for(config, "bfloat16", direct=True))
     specs.append(widen_spec())
-    from .windows.plan import window_specs  # It needs the tiles of this module.
+    from .verified import verified_specs  # These need the tiles of this module.
+    from .windows.plan import window_specs
 
-    return specs + _eight_bit_specs() + _four_bit_specs() + _experts_specs() + window_specs()
+    specs += _eight_bit_specs() + _four_bit_specs() + _experts_specs() + window_specs()
+    return list(dict.fromkeys([*specs, *verified_specs()]))
 
 
 def _eight_bit_specs() -> list[KernelSpec]:

@@ -12,10 +12,11 @@ from ....formats.pattern import NMPattern
 from ....formats.quantized import Quantized
 from ....formats.scheme import parse_scheme
 from ....measure.error import finish_bound
-from ....verify import Check, Expected, Trial, dense_weight, small_integers
-from ..kernel import ACTIVATIONS, Config, Numbers
+from ....verify import Check, Expected, Trial, dense_weight, made_once, small_integers
+from ..kernel import ACTIVATIONS, Config
 from ..plan import four_bit
 from ..reference import apply_activation
+from ..verified import CODES, EPILOGUE_4, HALVES, RAGGED, WHOLE, tiles_of_four_bit
 from .op import spmm_nm_int4
 
 _OP = "spmm_nm_int4"
@@ -28,9 +29,7 @@ _KINDS = {
     "int4:128/int8": ("int4:128/int8", _BF16, torch.int8),
     "int4:128/e4m3": ("int4:128/int8", _BF16, _E4M3),
 }
-_HALVES = Numbers("int4", "bfloat16", "bfloat16")
-_CODES = Numbers("int4", "int8", "bfloat16", grouped=True)
-_SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
+_SHAPES = (WHOLE, RAGGED, (1, 64, 128), (70, 70, 2068))
 
 
 def checks() -> Iterator[Check]:
@@ -38,18 +37,28 @@ def checks() -> Iterator[Check]:
     for kind in _KINDS:
         for shape in _SHAPES:
             name = "x".join(map(str, shape))
-            yield _check(name, kind, partial(_exact, kind, (shape,), None), quick=True)
+            trials = partial(_exact, kind, (shape,), None)
+            yield _check(name, kind, trials, quick=True, first=shape == RAGGED)
         for act in ACTIVATIONS:
-            yield _check(f"act-{act}", kind, partial(_epilogues, kind, act), quick=act == "relu")
-    for kind, numbers in (("int4:64/bfloat16", _HALVES), ("int4:128/int8", _CODES)):
-        tiles = four_bit(numbers)
-        for config in tiles:
+            trials, quick = partial(_epilogues, kind, act), act == "relu"
+            first = quick and kind in ("int4:64/bfloat16", "int4:128/int8")
+            yield _check(f"act-{act}", kind, trials, quick=quick, first=first)
+    for kind, numbers in (("int4:64/bfloat16", HALVES), ("int4:128/int8", CODES)):
+        for config in four_bit(numbers):
             trials = partial(_exact, kind, (_SHAPES[1], _SHAPES[3]), config)
-            yield _check(f"tile-{config.name}", kind, trials, quick=config in tiles[::6])
+            first = config in tiles_of_four_bit(numbers)
+            yield _check(f"tile-{config.name}", kind, trials, first=first)
 
 
-def _check(case: str, kind: str, trials: partial[Iterator[Trial]], quick: bool) -> Check:
-    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+def _check(
+    case: str,
+    kind: str,
+    trials: partial[Iterator[Trial]],
+    quick: bool = False,
+    first: bool = False,
+) -> Check:
+    only = "tile-" in case
+    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu=only, first=first)
 
 
 def _weight(out: int, k: int, kind: str) -> Quantized:
@@ -74,21 +83,30 @@ def _exact(
     config: Config | None,
     device: torch.device,
 ) -> Iterator[Trial]:
-    for tokens, out, k in shapes:
-        w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2])
-        right, scale = x.double() @ _dense(w, k).T, None
-        if x.dtype.itemsize == 1:
-            scale = 2.0 ** torch.randint(-1, 2, (tokens, 1))
-            right = right * scale.double()
-        on = None if scale is None else scale.to(device)
-        run = partial(spmm_nm_int4, w.to(device), x.to(device), on, config=config)
+    for shape in shapes:
+        w, x, scale, right = _of_integers(kind, shape, device)
+        run = partial(spmm_nm_int4, w, x, scale, config=config)
         for dtype in (torch.float32, _KINDS[kind][1]):
             value = right.to(dtype).double()
             yield Trial(partial(run, out_dtype=dtype), [Expected(value, dtype)])
 
 
+@made_once
+def _of_integers(
+    kind: str, shape: tuple[int, int, int], device: torch.device
+) -> tuple[Quantized, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """w, x, scales of x, and y in float64."""
+    tokens, out, k = shape
+    w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2]).to(device)
+    right, scale = x.double() @ _dense(w, k).to(device).T, None
+    if x.dtype.itemsize == 1:
+        scale = (2.0 ** torch.randint(-1, 2, (tokens, 1))).to(device)
+        right = right * scale.double()
+    return w.to(device), x, scale, right
+
+
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
-    tokens, out, k = 45, 136, 256
+    tokens, out, k = EPILOGUE_4
     w, x = _weight(out, k, kind), small_integers((tokens, k), _KINDS[kind][2])
     scale = torch.rand(tokens, 1) / 16 if x.dtype.itemsize == 1 else None
     product = x.double() @ _dense(w, k).T * (1 if scale is None else scale.double())

@@ -13,10 +13,19 @@ from ....formats.nm import NM
 from ....formats.pattern import NMPattern
 from ....formats.quantized import pack_nibbles
 from ....measure.error import finish_bound
-from ....verify import Check, Expected, Trial, dense_weight, small_integers, wide_integers
+from ....verify import (
+    Check,
+    Expected,
+    Trial,
+    dense_weight,
+    made_once,
+    small_integers,
+    wide_integers,
+)
 from ..kernel import Config, Numbers
 from ..plan import eight_bit
 from ..reference import apply_activation
+from ..verified import CODES_OUT, EPILOGUE_8, RAGGED, WHOLE, tiles_of_eight_bit
 from .op import Scaling, spmm_nm_scaled
 
 _OP = "spmm_nm_scaled"
@@ -33,7 +42,7 @@ _KINDS = {
     "e4m3-int4-promoted": (_E4M3, Scaling(), Numbers(_FP8, "int4", "bfloat16", promoted=True)),
 }
 # tokens, out, k: a tile; ragged on all sides; one token; rows that TMA cannot read as they are.
-_SHAPES = ((256, 256, 512), (133, 264, 1168), (1, 64, 128), (70, 70, 2068))
+_SHAPES = (WHOLE, RAGGED, (1, 64, 128), (70, 70, 2068))
 
 
 def checks() -> Iterator[Check]:
@@ -41,21 +50,28 @@ def checks() -> Iterator[Check]:
     for kind, (_, _, numbers) in _KINDS.items():
         for tokens, out, k in _SHAPES:
             trials = partial(_exact, kind, ((tokens, out, k),), None)
-            yield _check(f"{tokens}x{out}x{k}", kind, trials, quick=True)
-        tiles = eight_bit(numbers)
-        for config in tiles:
+            # Ragged on all sides; x of 4 bits that is widened in the kernel, and before it.
+            first = (tokens, out, k) in _SHAPES[numbers.x != "int4" : 2]
+            yield _check(f"{tokens}x{out}x{k}", kind, trials, quick=True, first=first)
+        for config in eight_bit(numbers):
             trials = partial(_exact, kind, (_SHAPES[1], _SHAPES[3]), config)
-            yield _check(f"tile-{config.name}", kind, trials, quick=config in tiles[::8])
+            first = config in tiles_of_eight_bit(numbers)
+            yield _check(f"tile-{config.name}", kind, trials, first=first)
     for kind in ("int8", "e4m3-promoted", "e4m3-fast"):
         for act in ("none", "relu", "gelu", "silu"):
-            yield _check(f"act-{act}", kind, partial(_epilogues, kind, act), quick=act == "gelu")
+            trials, quick = partial(_epilogues, kind, act), act == "gelu"
+            first = quick and kind == "int8"
+            yield _check(f"act-{act}", kind, trials, quick=quick, first=first)
     for kind in ("int8", "e4m3-promoted"):
-        yield _check("codes-out", kind, partial(_codes, kind), quick=True)
-    yield _check("ends-of-int8", "int8", _ends, quick=True)
+        yield _check("codes-out", kind, partial(_codes, kind), quick=True, first=True)
+    yield _check("ends-of-int8", "int8", _ends, quick=True, first=True)
 
 
-def _check(case: str, kind: str, trials: _Trials, quick: bool) -> Check:
-    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu="tile-" in case)
+def _check(
+    case: str, kind: str, trials: _Trials, quick: bool = False, first: bool = False
+) -> Check:
+    only = "tile-" in case
+    return Check(_OP, case, kind, "nm-2:4", trials, quick=quick, only_gpu=only, first=first)
 
 
 def _inputs(kind: str, tokens: int, k: int) -> tuple[Tensor, Tensor]:
@@ -75,29 +91,36 @@ def _exact(
     device: torch.device,
 ) -> Iterator[Trial]:
     """Scales that are powers of two, so that float32 rounds nothing."""
-    dtype, scaling, numbers = _KINDS[kind]
-    for tokens, out, k in shapes:
-        dense = dense_weight((out, k), _TWO_FOUR, dtype, 2)
-        x, right = _inputs(kind, tokens, k)
-        wide = dense.double()
-        if numbers.grouped:
-            scale = 2.0 ** torch.randint(-1, 2, (out, -(-k // 128)))
-            wide = wide * scale.repeat_interleave(128, 1)[:, :k]
-        else:
-            scale = 2.0 ** torch.randint(-1, 2, (out, 1))
-            wide = wide * scale
-        of_x = 2.0 ** torch.randint(-1, 2, (tokens, 1))
-        how = replace(scaling, w=scale.to(device), x=of_x.to(device))
-        run = partial(spmm_nm_scaled, NM.from_dense(dense.to(device)), x.to(device), how)
-        product = wide_integers(right, wide) * of_x.double()
-        for out_dtype in (torch.float32, torch.bfloat16):
-            value = product.to(out_dtype).double()
-            call = partial(run, out_dtype=out_dtype, config=config)
-            yield Trial(call, [Expected(value.to(device), out_dtype)])
+    for shape in shapes:
+        w, x, how, product = _of_integers(kind, shape, device)
+        run = partial(spmm_nm_scaled, w, x, how, config=config)
+        for dtype in (torch.float32, torch.bfloat16):
+            value = product.to(dtype).double()
+            yield Trial(partial(run, out_dtype=dtype), [Expected(value, dtype)])
+
+
+@made_once
+def _of_integers(
+    kind: str, shape: tuple[int, int, int], device: torch.device
+) -> tuple[NM, Tensor, Scaling, Tensor]:
+    """w, x, their scales, and y in float64."""
+    (tokens, out, k), (dtype, scaling, numbers) = shape, _KINDS[kind]
+    dense = dense_weight((out, k), _TWO_FOUR, dtype, 2).to(device)
+    x, right = (each.to(device) for each in _inputs(kind, tokens, k))
+    wide = dense.double()
+    if numbers.grouped:
+        scale = (2.0 ** torch.randint(-1, 2, (out, -(-k // 128)))).to(device)
+        wide = wide * scale.repeat_interleave(128, 1)[:, :k]
+    else:
+        scale = (2.0 ** torch.randint(-1, 2, (out, 1))).to(device)
+        wide = wide * scale
+    of_x = (2.0 ** torch.randint(-1, 2, (tokens, 1))).to(device)
+    product = wide_integers(right, wide) * of_x.double()
+    return NM.from_dense(dense), x, replace(scaling, w=scale, x=of_x), product
 
 
 def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
-    tokens, out, k = 77, 136, 640
+    tokens, out, k = EPILOGUE_8
     dtype, scaling, _ = _KINDS[kind]
     dense, (x, right) = dense_weight((out, k), _TWO_FOUR, dtype, 2), _inputs(kind, tokens, k)
     of_w, of_x = torch.rand(out) + 0.5, torch.rand(tokens, 1) / 16
@@ -123,8 +146,8 @@ def _epilogues(kind: str, act: str, device: torch.device) -> Iterator[Trial]:
 
 def _codes(kind: str, device: torch.device) -> Iterator[Trial]:
     """Results in 8 bits: the nearest code, halves to even."""
-    dtype, scaling, _ = _KINDS[kind]
-    dense, (x, right) = dense_weight((200, 256), _TWO_FOUR, dtype, 2), _inputs(kind, 65, 256)
+    (tokens, out, k), (dtype, scaling, _) = CODES_OUT, _KINDS[kind]
+    dense, (x, right) = dense_weight((out, k), _TWO_FOUR, dtype, 2), _inputs(kind, tokens, k)
     for step in (0.25, 1.0, 64.0):
         value = wide_integers(right, dense) / step
         if dtype == torch.int8:
