@@ -56,6 +56,12 @@ def test_one_token_has_the_gradients_of_the_whole_layer(kind: str, dtype: torch.
     assert all_equal(found)
 
 
+@pytest.mark.parametrize("kind", ["2:4", "dense"])
+def test_autocast_chooses_the_dtype_as_it_does_for_whole_layers(kind: str) -> None:
+    found = on_ranks(parallel_edges.under_autocast, 2, kind)
+    check_pairs(found, [(place, place + 4) for place in range(4)])
+
+
 def test_swiglu_follows_the_sum() -> None:
     check_pairs(on_ranks(parallel_edges.gated_row, 2), [(0, 1), (2, 3), (4, 5)])
 

@@ -45,6 +45,26 @@ def gated_row(rank: int) -> list[Tensor]:
     return [*found, shared(given, residual).detach(), found[-1]]
 
 
+def under_autocast(rank: int, kind: str) -> list[Tensor]:
+    """Two layers of float32 under autocast, with and without gradients, whole and shared."""
+    peers, found = Peers(), []
+    up, down = layer_of(kind, 256, 64, 1, torch.float32), layer_of(kind, 40, 256, 3, torch.float32)
+    one = ColumnParallelSparseLinear.from_layer(up, peers)
+    other = RowParallelSparseLinear.from_layer(down, peers)
+    gathered = ColumnParallelSparseLinear.from_layer(up, peers, gather_output=True)
+    for first, second in ((up, down), (one, other)):
+        x = integers((3, 64), 5, 0.1).requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = second(first(x))
+            with torch.no_grad():
+                quiet = second(first(x)), (up if first is up else gathered)(x)
+        assert {each.dtype for each in (y, *quiet)} == {torch.bfloat16}
+        y.sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), *quiet, x.grad]
+    return found
+
+
 def gradient_of_gradient(rank: int) -> list[BaseException | None]:
     """What stops a gradient of a gradient through each exchange."""
     peers, found = Peers(), []

@@ -18,7 +18,7 @@ from ..ops import Plan
 from ..ops._call import apply_activation
 from ..ops._product import product_plan
 from ..ops.spmm_nm.kernel import SWIGLU
-from .cut import Layer, check_layer, cut, learns, whole_of, write_product
+from .cut import Layer, check_layer, cut, is_cast, learns, whole_of, write_product
 from .exchange import own_columns, replicated, side_by_side, summed
 from .peers import Peers
 
@@ -90,7 +90,7 @@ class ColumnParallelSparseLinear(nn.Module):
         Raises:
             ArgumentError: `x` does not fit.
         """
-        if learns(x, (self.shard,)):
+        if learns(x, (self.shard,)) or is_cast(x):
             part: Tensor = self.shard(replicated(x, self.peers))
             return side_by_side(part, self._columns, self.peers) if self.gather_output else part
         if not self.gather_output:
@@ -103,7 +103,7 @@ class ColumnParallelSparseLinear(nn.Module):
         )
 
     def plan(self, x: Tensor) -> Plan:
-        """What `self(x)` runs on this rank without gradients, and how columns come together."""
+        """What `self(x)` runs here without gradients and autocast, and how columns are gathered."""
         own = _plan_of(self.shard, x)
         if not self.gather_output:
             return own
@@ -237,17 +237,19 @@ class RowParallelSparseLinear(nn.Module):
             )
             x = own_columns(x, self.bounds, self.peers)
         _check_x(x, self.shard.in_features, "input_is_split=False, if x holds all columns")
-        if self.bias is not None and self.bias.dtype != x.dtype:
+        casts = is_cast(x)
+        if self.bias is not None and self.bias.dtype != x.dtype and not casts:
             raise ArgumentError(
                 f"x of {x.dtype} and a bias of {self.bias.dtype}",
                 need="one dtype",
                 hint="x.to(layer.bias.dtype), or layer.to(x.dtype)",
             )
         shape = (*x.shape[:-1], self.out_features)
-        _check_residual(residual, x, self.out_features // (2 if self.act == SWIGLU else 1))
-        if learns(x, (self,)) or (
-            torch.is_grad_enabled() and residual is not None and residual.requires_grad
-        ):
+        if residual is not None:
+            width = self.out_features // (2 if self.act == SWIGLU else 1)
+            _check_residual(residual, (*x.shape[:-1], width), residual.dtype if casts else x.dtype)
+        learnt = torch.is_grad_enabled() and residual is not None and residual.requires_grad
+        if learnt or casts or learns(x, (self,)):
             y = summed(self.shard(x), self.bias, self.peers)
             y = apply_activation(y, self.act or "none")
             return y if residual is None else y + residual
@@ -264,7 +266,7 @@ class RowParallelSparseLinear(nn.Module):
         return y if behind is None else y + behind
 
     def plan(self, x: Tensor) -> Plan:
-        """What `self(x)` runs on this rank without gradients, and how parts are added."""
+        """What `self(x)` runs here without gradients and autocast, and how parts are added."""
         if not self.input_is_split:
             x = x[..., self.bounds[self.peers.rank] : self.bounds[self.peers.rank + 1]]
         shape = (*x.shape[:-1], self.out_features)
@@ -298,12 +300,11 @@ def _check_x(x: Tensor, k: int, hint: str) -> None:
         )
 
 
-def _check_residual(residual: Tensor | None, x: Tensor, width: int) -> None:
-    shape = (*x.shape[:-1], width)
-    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+def _check_residual(residual: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if residual.shape != shape or residual.dtype != dtype:
         raise ArgumentError(
             f"a residual {list(residual.shape)} of {residual.dtype}",
-            need=f"{list(shape)} of {x.dtype}",
+            need=f"{list(shape)} of {dtype}",
             hint="residual.expand(...).to(x.dtype)",
         )
 
