@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEED = {
-    "triton": ["src/hopsparse/ops/spmm_bsr/sddmm_triton.py"],
+    "triton": [
+        "src/hopsparse/ops/spmm_bsr/sddmm_triton.py",
+        "src/hopsparse/ops/attend_prefill/triton.py",
+        "src/hopsparse/ops/attend_prefill/triton_code.py",
+        "src/hopsparse/ops/attend_prefill/triton_gradient.py",
+    ],
     "vllm": ["src/hopsparse/models/vllm_linear.py"],
 }
 
