@@ -10,7 +10,7 @@ import torch
 from hopsparse.errors import ArgumentError
 from hopsparse.measure.error import gamma
 from tests.dist.test_comm import all_equal, equal
-from tests.helpers import parallel_ranks
+from tests.helpers import parallel_edges, parallel_ranks
 from tests.helpers.ranks import on_ranks
 
 SHARED = [
@@ -47,6 +47,46 @@ def test_gradients_are_those_of_the_whole_layers(ranks: int) -> None:
     pairs = [(0, 2), (0, 4), (1, 3), (1, 5)]
     check_pairs(found, pairs + [(place, place + 1) for place in range(6, 22, 2)])
     check_pairs(on_ranks(parallel_ranks.sparse_gradient, 2), [(0, 2), (1, 3)])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("2:4", torch.float32), ("dense", torch.float64)])
+def test_one_token_has_the_gradients_of_the_whole_layer(kind: str, dtype: torch.dtype) -> None:
+    found = on_ranks(parallel_edges.of_one_token, 2, kind, dtype)
+    check_pairs(found, [(place, place + 4) for place in range(4)])
+    assert all_equal(found)
+
+
+@pytest.mark.parametrize("kind", ["2:4", "dense"])
+def test_autocast_chooses_the_dtype_as_it_does_for_whole_layers(kind: str) -> None:
+    found = on_ranks(parallel_edges.under_autocast, 2, kind)
+    check_pairs(found, [(place, place + 4) for place in range(4)])
+
+
+def test_swiglu_follows_the_sum() -> None:
+    check_pairs(on_ranks(parallel_edges.gated_row, 2), [(0, 1), (2, 3), (4, 5)])
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    for found in on_ranks(parallel_edges.gradient_of_gradient, 2):
+        assert ["once_differentiable" in str(each) for each in found] == [True] * 3, found
+
+
+def test_ranks_that_disagree_are_told_and_do_not_wait() -> None:
+    first, second = on_ranks(parallel_edges.told_apart, 2)
+    told = (
+        "peer_reads=False, capacity_bytes=8388608) on rank 1",
+        "capacity_bytes=8192) on rank 0, Peers(peer_reads=True, capacity_bytes=4096) on rank 1",
+        "a group that this rank is not in",
+        "tensors on cpu for ranks that share memory of cuda:0",
+        "tensors on cpu for ranks that share memory of cuda:0",
+    )
+    for each, other, words in zip(first, second, told, strict=True):
+        for error in (each, other):
+            # Rank 1 is in the group that rank 0 is not in.
+            if error is not None or words != told[2]:
+                assert isinstance(error, ArgumentError), (words, error)
+                assert words in str(error)
+    assert first[2] is not None
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(2, (2, 3)), (4, (4,))], ids=str)
@@ -113,7 +153,12 @@ def test_what_cannot_be_shared_is_refused_on_every_rank() -> None:
         "a residual [3, 8]",
         "bias of torch.float32",
         "without layers to share",
-        "a object as the group",
+        "an object of class object as the group",
+        "a bias of shape [1]",
+        "act='tanh'",
+        "capacity_bytes=-1",
+        "patience_s=nan",
+        "attention with head_dim 0",
     )
     for found in on_ranks(parallel_ranks.refused, 2):
         assert len(found) == len(told)

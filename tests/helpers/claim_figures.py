@@ -193,6 +193,12 @@ def more_steps(method: str) -> float:
     return (loss(method, 1000) - loss("dense", 1000)) / gain * 100 / 1000
 
 
+def longer_over_nccl(link: str) -> float:
+    """A step with `int4` over one with dense gradients."""
+    found = {row["method"]: row["step_ms"] for row in of("h200/comm_nccl", link=link)}
+    return float(found["int4"] / found["dense"])
+
+
 def gradient_figures() -> list[str]:
     """C14."""
     fewer = sent("dense") / sent("int3.5")
@@ -200,6 +206,9 @@ def gradient_figures() -> list[str]:
     steps = more_steps("int4")
     assert more_steps("int3.5") < 0
     losses = f"{percent(steps)} (`int4`), none (`int3.5`)"
+    links = {link: longer_over_nccl(link) for link in ("nvlink", "sockets")}
+    nccl = f"4.2 M values: `int4` {links['nvlink']:.1f} x dense's time, "
+    nccl += f"sockets {links['sockets']:.1f} x"
     told = {mbit: f"{ratio:.1f} x" for mbit, ratio in faster.items()}
     return [
         line(
@@ -212,7 +221,7 @@ def gradient_figures() -> list[str]:
         line("C14", "faster, 100 Mbit/s", "6.0 x", told[100], word(faster[100], 187 / 31)),
         line("C14", "faster, 1 Gbit/s", "6.0 x", told[1000], word(faster[1000], 187 / 31)),
         line("C14", "more steps", "1.2 %", losses, "missed" if steps > 0.012 else "reproduced"),
-        line("C14", "BERT-Large, NCCL", "", waits("comm_nccl"), MISSING),
+        line("C14", "BERT-Large, NCCL", "", nccl, MISSING),
     ]
 
 
@@ -232,10 +241,46 @@ def graph_figures() -> list[str]:
     ]
 
 
-def last_figures() -> list[str]:
-    """C16 to C21, most of them without rows."""
+def on_two(shape: str, rival: str) -> list[float]:
+    """How many times as long as two GPUs that read each other's memory something takes."""
+    times: dict[int, dict[str, float]] = {}
+    for row in of("h200/tensor_parallel", shape=shape):
+        times.setdefault(row["tokens"], {})[row["way"]] = row["us"]
+    return [each[rival] / each["peers"] for each in times.values()]
+
+
+def read_by_peers() -> tuple[str, str]:
+    """Whether sums came from symmetric memory, and were the same on both GPUs."""
+    found = of("h200/tensor_parallel", way="peers", gpus=2)
+    right = [row["peers"] == "symmetric memory" and row["same_on_ranks"] for row in found]
+    return f"{sum(right)} of {len(found)} on two GPUs", "reproduced" if all(right) else "missed"
+
+
+def model_gains(way: str, rival: str, kind: str) -> list[float]:
+    """How many times as many tokens a second as a rival a way handles, in each phase of a kind."""
+    found: dict[str, dict[str, float]] = {}
+    for row in of("h200/models", model="llama-3-8b", error=""):
+        found.setdefault(row["phase"], {})[row["way"]] = row["ms"]
     return [
-        line("C16", "Llama-3-8B, throughput", "2.3 x", waits("models"), MISSING),
+        each[rival] / each[way]
+        for phase, each in found.items()
+        if phase.startswith(kind) and {rival, way} <= each.keys()
+    ]
+
+
+def model_figures() -> list[str]:
+    """C16, of language models."""
+    decode = model_gains("2:4+fp8", "dense, compiled", "decode")
+    prefill = model_gains("2:4+fp8", "dense, compiled", "prefill")
+    return [
+        line("C16", "Llama-3-8B, decode, E4M3", "2.3 x", *judged(decode, 2.3)),
+        line("C16", "Llama-3-8B, prefill 8 x 2048, E4M3", "2.3 x", *judged(prefill, 2.3)),
+    ]
+
+
+def last_figures() -> list[str]:
+    """The rest of C16, to C21, most of them without rows."""
+    return [
         line("C16", "ViT-L", "", waits("vision"), MISSING),
         line("C16", "ResNet-50 at 37 % density", "", waits("vision"), MISSING),
         line("C17", "SM active, dense / CSR / BSR", "89 / 42 / 69 %", waits("profile"), MISSING),
@@ -243,7 +288,7 @@ def last_figures() -> list[str]:
         line("C18", "validator", "8 s", waits("verify"), MISSING),
         line("C18", "tolerance", "1e-4", "bounds derived for each result", "refuted"),
         line("C18", "micro-benchmark", "120 s", waits("gate"), MISSING),
-        line("C19", "peers' memory without copies", "yes", waits("tensor_parallel"), MISSING),
+        line("C19", "peers' memory without copies", "yes", *read_by_peers()),
         line("C20", "weights fetched ahead", "yes", "not built", MISSING),
         line("C21", "Triton for MI300X", "yes", "gfx942 compiles, not run", "reproduced"),
         line("C21", "Hexagon, IPU, MLU", "yes", "not built", MISSING),
@@ -254,6 +299,6 @@ def figures() -> list[str]:
     """The table of figures."""
     parts: Iterable[Callable[[], list[str]]] = (
         *(first_figures, product_figures, attention_figures, gradient_figures),
-        *(graph_figures, last_figures),
+        *(graph_figures, model_figures, last_figures),
     )
     return [each for part in parts for each in part()]

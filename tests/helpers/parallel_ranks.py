@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -220,13 +221,26 @@ def fused(rank: int) -> dict[str, Any]:
     return {"off": off, "size": float(found[0].abs().max()), "logits": found, "fused": done.fused}
 
 
-def refused(rank: int) -> list[BaseException]:
+def raised(work: Callable[[], object]) -> BaseException | None:
+    """What it raises, if anything."""
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
+def refused(rank: int) -> list[BaseException | None]:
     """What is refused, on every rank alike."""
     peers = Peers()
     layer = sparse_layer(192, 128, 1, torch.float32)
     csr = SparseLinear.from_linear(nn.Linear(64, 64), "csr")
     row = RowParallelSparseLinear.from_layer(layer, peers)
-    tries = [
+    headless = nn.Module()
+    headless.head_dim = 0
+    for name in "qkvo":
+        headless.add_module(f"{name}_proj", nn.Linear(64, 64))
+    tries: list[Callable[[], object]] = [
         lambda: ColumnParallelSparseLinear.from_layer(csr, peers),
         lambda: ColumnParallelSparseLinear.from_layer(nn.ReLU(), peers),
         lambda: ColumnParallelSparseLinear.from_layer(layer, peers, bounds=(0, 100, 192)),
@@ -239,14 +253,13 @@ def refused(rank: int) -> list[BaseException]:
         lambda: row(torch.ones(3, 64).double()),
         lambda: parallelize(nn.ReLU(), peers),
         lambda: Peers(object()),
+        lambda: RowParallelSparseLinear(row.shard, peers, row.bounds, torch.ones(1)),
+        lambda: RowParallelSparseLinear(row.shard, peers, row.bounds, act="tanh"),
+        lambda: Peers(capacity_bytes=-1),
+        lambda: Peers(patience_s=math.nan),
+        lambda: parallelize(headless, peers),
     ]
-    found = []
-    for each in tries:
-        try:
-            found.append(each())
-        except Exception as error:
-            found.append(error)
-    return found
+    return [raised(each) for each in tries]
 
 
 def quantized(rank: int, form: str, device: str) -> list[Tensor]:

@@ -99,7 +99,13 @@ def test_bad_input_is_refused() -> None:
         accelerate(model.train())
     with pytest.raises(ArgumentError, match="without an example"):
         accelerate(nn.Linear(2, 2))
-    for words in ({"batch": 0}, {"max_tokens": 0}, {"chunks": ()}, {"chunks": (0,)}):
+    for words in (
+        {"batch": 0},
+        {"max_tokens": 0},
+        {"chunks": ()},
+        {"chunks": (0,)},
+        {"chunks": 5.0},
+    ):
         with pytest.raises(ArgumentError, match="whole numbers"):
             accelerate(model.eval(), **words)  # type: ignore[call-overload]
     model.config.model_type = "mamba"

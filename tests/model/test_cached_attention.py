@@ -43,8 +43,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     cached_attention._KNOWN.clear()
 
 
-def tiny(**changes: Any) -> Any:
-    return tiny_llama(**(WIDE | changes)).to(torch.bfloat16).eval().requires_grad_(False)
+def tiny(make: Any = tiny_llama, **changes: Any) -> Any:
+    config = make().config
+    for name, value in (WIDE | changes).items():
+        setattr(config, name, value)
+    return type(make())(config).to(torch.bfloat16).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -104,6 +107,27 @@ def test_padding_is_seen(kernels: list[str]) -> None:
     found = logits(model, texts, (16,), 64, attention_mask=padding)
     torch.testing.assert_close(found, full, atol=0.02, rtol=0.05)
     assert set(kernels) == {"attend_prefill"}
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+def test_what_generate_asks_for_ahead_reaches_compiled_steps(
+    kernels: list[str], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, texts = tiny(make), torch.randint(1, 256, (3, 8))
+    how = {"max_new_tokens": 57, "cache_implementation": "static", "output_logits": True}
+    how |= {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
+    right = model.generate(texts, **how, pad_token_id=0)
+    install(model)
+    seen = cached_attention._all_seen
+    # Inside of a step that is compiled nothing is looked at, as transformers compiles it on a GPU.
+    monkeypatch.setattr(
+        cached_attention, "_all_seen", lambda mask: seen(mask) and (mask is None or mask.dim() == 2)
+    )
+    found = model.generate(texts, **how, pad_token_id=0)
+    assert set(kernels) == {"attend_decode", "attend_prefill"}
+    for ours, theirs in zip(found.logits[:2], right.logits[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.05)
 
 
 def test_without_such_a_cache_it_is_sdpa(kernels: list[str]) -> None:
@@ -193,3 +217,21 @@ def test_positions_and_the_cache_are_one_launch_of_fused_blocks(
     assert [type(block.self_attn) for block in model.model.layers] == kinds
     assert set(model.state_dict()) == names
     assert torch.equal(logits(model, texts, (9, 1, 6), 64), right)
+
+
+@pytest.mark.parametrize("under", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_fused_model_says_what_it_said(
+    kernels: list[str], dtype: torch.dtype, under: torch.dtype
+) -> None:
+    model = tiny()
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude"))
+    model.requires_grad_(False).to(dtype)
+    texts = torch.randint(0, 256, (2, 16))
+    with torch.autocast("cpu", under):
+        right = logits(model, texts, (9, 1, 6), 64)
+    fuse_blocks(model)
+    with torch.autocast("cpu", under):
+        found = logits(model, texts, (9, 1, 6), 64)
+    torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)
+    assert ("rope_append" in kernels) == (dtype == under)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -60,7 +61,11 @@ def test_copies_and_compiled_calls_say_the_same() -> None:
     model = sparse()
     right = model(TOKENS, use_cache=False).logits
     fuse_blocks(model)
-    torch.testing.assert_close(copy.deepcopy(model)(TOKENS).logits, right)
+    fused = model(TOKENS, use_cache=False).logits
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(each) for each in made.modules()] == [type(each) for each in model.modules()]
+        assert torch.equal(made(TOKENS, use_cache=False).logits, fused)
+    torch.testing.assert_close(fused, right)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, right)
     torch._dynamo.reset()

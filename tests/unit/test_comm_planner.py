@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hopsparse.comm import HybridOptions, HybridState, Link, PlannedState
+from hopsparse.comm.link import _line
 from hopsparse.comm.planner import plan_bucket
 from hopsparse.errors import ArgumentError
 
@@ -107,9 +109,32 @@ def test_a_link_comes_back_from_a_checkpoint() -> None:
     halved = replace(found, half_s=2e-4)
     assert Link.from_tensor(halved.to_tensor()) == halved
     assert Link.from_tensor(halved.to_tensor()[:7]) == found
-    for wrong in (torch.zeros(8), torch.ones(6), -halved.to_tensor()):
+    unknown = torch.tensor([1.0] * 7 + [torch.nan])
+    for wrong in (torch.zeros(8), torch.ones(6), -halved.to_tensor(), unknown):
         with pytest.raises(ArgumentError, match="8 times"):
             Link.from_tensor(wrong)
+
+
+def test_a_fast_link_is_measured_by_messages_that_it_notices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for byte, largest in ((1e-6, 1 << 20), (1e-9, 8 << 20), (2e-12, 64 << 20)):
+        sizes: list[int] = []
+
+        def slowest(
+            group: object,
+            device: object,
+            work: Callable[[], object],
+            rounds: int,
+            sizes: list[int] = sizes,
+            byte: float = byte,
+        ) -> float:
+            work()
+            return 1e-5 + byte * sizes[-1]
+
+        monkeypatch.setattr("hopsparse.comm.link._slowest", slowest)
+        assert _line(None, torch.device("cpu"), sizes.append)[1] == pytest.approx(byte)  # type: ignore[arg-type]
+        assert max(sizes) == largest
 
 
 def test_conversions_that_take_longer_than_they_save_are_left_out() -> None:

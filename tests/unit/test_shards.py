@@ -112,6 +112,14 @@ def test_bounds_are_as_equal_as_they_can_be(length, ranks, whole):
     assert units[0] - units[-1] <= 1
 
 
+def test_what_is_no_matrix_and_pieces_of_nothing_are_refused():
+    for cut in (rows_of, columns_of):
+        with pytest.raises(ArgumentError, match="a str matrix to cut"):
+            cut("weight", 0, 64)
+    with pytest.raises(ArgumentError, match="a side of 100"):
+        bounds_of(100, 2, 0)
+
+
 def test_what_is_not_packed_apart_is_refused():
     whole = NM.from_dense(torch.eye(200, 200))
     for cut, start, stop in (

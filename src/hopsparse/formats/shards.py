@@ -57,13 +57,13 @@ def bounds_of(length: int, ranks: int, whole: int) -> tuple[int, ...]:
         whole: What is not cut.
 
     Raises:
-        ArgumentError: A piece would be empty.
+        ArgumentError: A piece would be empty, or `whole` is not above 0.
 
     Example:
         >>> bounds_of(200, 3, 64)
         (0, 128, 192, 200)
     """
-    units = -(-length // whole)
+    units = -(-length // whole) if whole > 0 else 0
     if ranks < 1 or units < ranks:
         raise ArgumentError(
             f"a side of {length} for {ranks} ranks",
@@ -96,7 +96,8 @@ def rows_of(matrix: _Matrix, start: int, stop: int) -> _Matrix:
         >>> torch.equal(piece.values, NM.from_dense(w[64:]).values)
         True
     """
-    _check(matrix, start, stop, matrix.shape[0], WHOLE_ROWS, "rows")
+    _facts_of(matrix)
+    _check(start, stop, matrix.shape[0], WHOLE_ROWS, "rows")
     panels = slice(start // WHOLE_ROWS, -(-stop // WHOLE_ROWS))
     shape = (stop - start, matrix.shape[1])
     if isinstance(matrix, NM):
@@ -134,7 +135,7 @@ def columns_of(matrix: _Matrix, start: int, stop: int) -> _Matrix:
         True
     """
     pattern, scheme = _facts_of(matrix)
-    _check(matrix, start, stop, matrix.shape[1], whole_columns(pattern, scheme), "columns")
+    _check(start, stop, matrix.shape[1], whole_columns(pattern, scheme), "columns")
     units = slice(packed_k(start, pattern) // _panels.UNIT_COLS, None)
     if stop < matrix.shape[1]:
         units = slice(units.start, packed_k(stop, pattern) // _panels.UNIT_COLS)
@@ -214,8 +215,7 @@ def check_bounds(bounds: Sequence[int], length: int, ranks: int) -> None:
         )
 
 
-def _check(matrix: SparseMatrix, start: int, stop: int, length: int, whole: int, what: str) -> None:
-    _facts_of(matrix)
+def _check(start: int, stop: int, length: int, whole: int, what: str) -> None:
     inside = 0 <= start < stop <= length
     if inside and start % whole == 0 and (stop % whole == 0 or stop == length):
         return

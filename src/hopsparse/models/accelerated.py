@@ -242,7 +242,7 @@ def accelerate(
             need="a causal language model of transformers, or an example of the inputs",
             hint="accelerate(model, x)",
         )
-    sizes = tuple(chunks)
+    sizes = tuple(chunks) if isinstance(chunks, Iterable) else (chunks,)
     numbers = (batch, max_tokens, *sizes)
     if not sizes or any(type(each) is not int or each < 1 for each in numbers):
         raise ArgumentError(

@@ -91,12 +91,14 @@ def mask(
         q_offset: Tokens before this step; a tensor if they are counted on the device.
         kv_offset: Of the first key.
         mask_function: What is seen.
-        attention_mask: bool [batch, tokens]: which are no padding.
+        attention_mask: bool [batch, tokens]: which are no padding; or what this returned before.
         options: What transformers passes on.
 
     Returns:
         int32 [batch], the tokens of each sequence with those of this step; or a mask, or None.
     """
+    if attention_mask is not None and attention_mask.dim() == 1:
+        return attention_mask  # `generate` asks ahead of a step, and hands in what it was told.
     counted = q_offset if isinstance(q_offset, Tensor) else None  # on the device
     device = torch.device(options.get("device", "cpu") if counted is None else counted.device)
     in_cache = counted is not None or kv_length != q_length + q_offset

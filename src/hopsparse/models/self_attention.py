@@ -12,6 +12,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..ops import rope_append
 from .cached_attention import attend
+from .stream import made_again
 
 # They rotate halves of heads, and nothing happens between q, k, v and the cache but that, and a
 # norm of each head of q and of k.
@@ -54,9 +55,8 @@ def _appending(kind: Any) -> Any:
         **options: Any,
     ) -> Any:
         cache = options.get("cache", options.get("past_key_values"))
-        layer = _layer_of(cache, self.layer_idx)
-        counted = attention_mask is not None and attention_mask.dim() == 1
-        if layer is None or not counted or position_embeddings is None or torch.is_grad_enabled():
+        found = _layer_of(cache, self.layer_idx)
+        if not _served(found, hidden_states, position_embeddings, attention_mask):
             return kind.forward(
                 self,
                 hidden_states,
@@ -64,13 +64,14 @@ def _appending(kind: Any) -> Any:
                 attention_mask=attention_mask,
                 **options,
             )
+        layer, turns = cast(StaticLayer, found), cast(tuple[Tensor, Tensor], position_embeddings)
         lengths, norms, eps = cast(Tensor, attention_mask), None, 0.0
         if hasattr(self, "q_norm"):
             norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
-        keys, values = layer.keys, layer.values
+        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
         q = rope_append(
             self._qkv(hidden_states),
-            position_embeddings,
+            turns,
             (keys, values),
             lengths,
             norms=norms,
@@ -81,7 +82,24 @@ def _appending(kind: Any) -> Any:
         out, _ = attend(self, q, keys, values, lengths, scaling=self.scaling)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    methods = {"forward": forward, "__reduce__": lambda self: made_again(_appending, kind, self)}
+    return type(kind.__name__, (kind,), methods | {"__module__": __name__})
+
+
+def _served(
+    layer: StaticLayer | None,
+    x: Tensor,
+    turns: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+) -> bool:
+    """Whether one launch does what a call asks for: a counted step, in one dtype, no gradient."""
+    counted = mask is not None and mask.dim() == 1
+    if layer is None or not counted or turns is None or torch.is_grad_enabled():
+        return False
+    # Autocast makes q, k and v of another dtype than what they are turned by and kept in.
+    where = x.device.type
+    made = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else x.dtype
+    return bool(made == turns[0].dtype == cast(Tensor, layer.keys).dtype)
 
 
 def _has_known_norms(attention: nn.Module) -> bool:

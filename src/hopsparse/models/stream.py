@@ -131,7 +131,24 @@ def _adding(kind: Any) -> Any:
         normed_again = self.post_attention_layernorm(stream)
         return _added(self.mlp.down_proj, stream, lambda: self.mlp(normed_again))
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    methods = {"forward": forward, "__reduce__": lambda self: made_again(_adding, kind, self)}
+    return type(kind.__name__, (kind,), methods | {"__module__": __name__})
+
+
+def made_again(make: Callable[[Any], Any], kind: type, module: nn.Module) -> tuple[Any, ...]:
+    """How copy and pickle make a module of a class that stands in no file.
+
+    Args:
+        make: Makes that class of one that does; a function of a file.
+        kind: That one.
+        module: What is copied.
+    """
+    return _empty, (make, kind), module.__dict__
+
+
+def _empty(make: Callable[[Any], Any], kind: type) -> Any:
+    made = make(kind)
+    return made.__new__(made)
 
 
 def _added(end: nn.Module, stream: Tensor, call: Callable[[], Tensor]) -> Tensor:

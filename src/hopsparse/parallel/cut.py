@@ -122,3 +122,8 @@ def learns(x: Tensor, modules: Sequence[nn.Module]) -> bool:
         for module in modules
         for tensor in (*module.parameters(), *module.buffers())
     )
+
+
+def is_cast(x: Tensor) -> bool:
+    """Whether autocast chooses the dtypes of a call."""
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)

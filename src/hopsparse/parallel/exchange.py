@@ -1,4 +1,8 @@
-"""Exchanges that autograd sees: each one's backward is the other's forward. Collectives only."""
+"""Exchanges that autograd sees: each one's backward is the other's forward. Collectives only.
+
+Gradients of gradients are refused: autograd does not see the exchange in a backward, and would
+leave out what other ranks have.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .peers import Peers
 
@@ -20,6 +25,7 @@ class _Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.peers.add(grad.clone(memory_format=torch.contiguous_format), grad.dtype), None
 
@@ -35,11 +41,13 @@ class _Sum(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         of_bias = None
         if ctx.has_bias and ctx.needs_input_grad[1]:
-            # As torch does for a bias: in float32, rounded once.
-            of_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(grad.dtype)
+            # As torch does for a bias: in float32 or more, rounded once.
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            of_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=wide).to(grad.dtype)
         return grad, of_bias, None
 
 
@@ -52,6 +60,7 @@ class _Columns(torch.autograd.Function):
         return peers.beside(part.detach(), bounds)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[..., ctx.bounds[ctx.rank] : ctx.bounds[ctx.rank + 1]], None, None
 
@@ -65,6 +74,7 @@ class _OwnColumns(torch.autograd.Function):
         return x[..., bounds[peers.rank] : bounds[peers.rank + 1]].contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.peers.beside(grad, ctx.bounds), None, None
 

@@ -13,11 +13,12 @@ from ..errors import ArgumentError
 from ..formats import bounds_of
 from ..formats.shards import check_bounds
 from ..nn import SparseLinear
+from ..nn._parts import checked_act
 from ..ops import Plan
 from ..ops._call import apply_activation
 from ..ops._product import product_plan
 from ..ops.spmm_nm.kernel import SWIGLU
-from .cut import Layer, check_layer, cut, learns, whole_of, write_product
+from .cut import Layer, check_layer, cut, is_cast, learns, whole_of, write_product
 from .exchange import own_columns, replicated, side_by_side, summed
 from .peers import Peers
 
@@ -89,20 +90,20 @@ class ColumnParallelSparseLinear(nn.Module):
         Raises:
             ArgumentError: `x` does not fit.
         """
-        if learns(x, (self.shard,)):
+        if learns(x, (self.shard,)) or is_cast(x):
             part: Tensor = self.shard(replicated(x, self.peers))
             return side_by_side(part, self._columns, self.peers) if self.gather_output else part
         if not self.gather_output:
             own: Tensor = self.shard(x)
             return own
-        _check_x(x, self.in_features)
+        _check_x(x, self.in_features, "x.transpose(-1, -2), if x holds tokens along its last side")
         y = x.new_empty((*x.shape[:-1], self._columns[-1]))
         return self.peers.columns_of(
             lambda part: write_product(self.shard, x, part), y, self._columns
         )
 
     def plan(self, x: Tensor) -> Plan:
-        """What `self(x)` runs on this rank without gradients, and how columns come together."""
+        """What `self(x)` runs here without gradients and autocast, and how columns are gathered."""
         own = _plan_of(self.shard, x)
         if not self.gather_output:
             return own
@@ -171,10 +172,17 @@ class RowParallelSparseLinear(nn.Module):
         self.bounds = tuple(bounds)
         _check_shard(shard.in_features, self.bounds, peers)
         self.in_features, self.out_features = bounds[-1], shard.out_features
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ArgumentError(
+                f"a bias of shape {list(bias.shape)}",
+                need=f"[{self.out_features}], one number an output feature",
+                hint="bias=None, or that of the whole layer",
+            )
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias)
         self.register_parameter("bias", bias)
-        self.input_is_split, self.wide_parts, self.act = input_is_split, wide_parts, act
+        self.input_is_split, self.wide_parts = input_is_split, wide_parts
+        self.act: str | None = checked_act(act, self)
 
     @classmethod
     def from_layer(
@@ -217,31 +225,31 @@ class RowParallelSparseLinear(nn.Module):
 
         Args:
             x: As above.
-            residual: [..., out], the same on every rank, added behind the sum; or None.
+            residual: As the result, the same on every rank, added behind the sum and the
+                activation; or None. With `act="swiglu"` a result has half of the columns.
 
         Raises:
             ArgumentError: `x` or `residual` does not fit.
         """
         if not self.input_is_split:
-            _check_x(x, self.in_features)
+            _check_x(
+                x, self.in_features, "input_is_split=True, if x holds this rank's columns alone"
+            )
             x = own_columns(x, self.bounds, self.peers)
-        _check_x(x, self.shard.in_features)
-        if self.bias is not None and self.bias.dtype != x.dtype:
+        _check_x(x, self.shard.in_features, "input_is_split=False, if x holds all columns")
+        casts = is_cast(x)
+        if self.bias is not None and self.bias.dtype != x.dtype and not casts:
             raise ArgumentError(
                 f"x of {x.dtype} and a bias of {self.bias.dtype}",
                 need="one dtype",
                 hint="x.to(layer.bias.dtype), or layer.to(x.dtype)",
             )
         shape = (*x.shape[:-1], self.out_features)
-        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
-            raise ArgumentError(
-                f"a residual {list(residual.shape)} of {residual.dtype}",
-                need=f"{list(shape)} of {x.dtype}",
-                hint="residual.expand(...).to(x.dtype)",
-            )
-        if learns(x, (self,)) or (
-            torch.is_grad_enabled() and residual is not None and residual.requires_grad
-        ):
+        if residual is not None:
+            width = self.out_features // (2 if self.act == SWIGLU else 1)
+            _check_residual(residual, (*x.shape[:-1], width), residual.dtype if casts else x.dtype)
+        learnt = torch.is_grad_enabled() and residual is not None and residual.requires_grad
+        if learnt or casts or learns(x, (self,)):
             y = summed(self.shard(x), self.bias, self.peers)
             y = apply_activation(y, self.act or "none")
             return y if residual is None else y + residual
@@ -258,7 +266,7 @@ class RowParallelSparseLinear(nn.Module):
         return y if behind is None else y + behind
 
     def plan(self, x: Tensor) -> Plan:
-        """What `self(x)` runs on this rank without gradients, and how parts are added."""
+        """What `self(x)` runs here without gradients and autocast, and how parts are added."""
         if not self.input_is_split:
             x = x[..., self.bounds[self.peers.rank] : self.bounds[self.peers.rank + 1]]
         shape = (*x.shape[:-1], self.out_features)
@@ -270,7 +278,7 @@ class RowParallelSparseLinear(nn.Module):
         return _told(self, "columns")
 
     def _part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.wide_parts else dtype
+        return torch.promote_types(dtype, torch.float32) if self.wide_parts else dtype
 
 
 def _check_shard(side: int, bounds: Sequence[int], peers: Peers) -> None:
@@ -283,12 +291,21 @@ def _check_shard(side: int, bounds: Sequence[int], peers: Peers) -> None:
         )
 
 
-def _check_x(x: Tensor, k: int) -> None:
+def _check_x(x: Tensor, k: int, hint: str) -> None:
     if x.ndim < 1 or x.shape[-1] != k:
         raise ArgumentError(
             f"linear: x of shape {list(x.shape)}",
             need=f"[..., {k}]",
-            hint="input_is_split says whether x holds this rank's columns, or all of them",
+            hint=hint,
+        )
+
+
+def _check_residual(residual: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if residual.shape != shape or residual.dtype != dtype:
+        raise ArgumentError(
+            f"a residual {list(residual.shape)} of {residual.dtype}",
+            need=f"{list(shape)} of {dtype}",
+            hint="residual.expand(...).to(x.dtype)",
         )
 
 

@@ -99,8 +99,9 @@ def _unwatched(layer: nn.Module, name: str) -> nn.Module:
 
 def _heads(attention: Any, layers: Sequence[Any], peers: Peers) -> list[tuple[int, ...]]:
     q, k, _, _ = layers
-    size = getattr(attention, "head_dim", None)
-    if not isinstance(size, int) or k.out_features % size or q.out_features % k.out_features:
+    size: Any = getattr(attention, "head_dim", None)
+    is_size = isinstance(size, int) and size > 0
+    if not is_size or k.out_features % size or q.out_features % k.out_features:
         raise ArgumentError(
             f"attention with head_dim {size}, {q.out_features} rows of q and {k.out_features} of k",
             need="whole heads, and as many of q for each of k",

@@ -51,7 +51,8 @@ class Peers:
 
     Raises:
         UnsupportedError: There is no process group.
-        ArgumentError: A mesh of several dimensions.
+        ArgumentError: A mesh of several dimensions, a group without this rank, a capacity or a
+            patience that cannot be, or ranks that were given others.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -69,12 +70,14 @@ class Peers:
         peer_reads: bool = True,
         patience_s: float = _PATIENCE_S,
     ) -> None:
+        _check_limits(capacity_bytes, patience_s)
         self.group: Group = group_or_world(_group_of(group))
         self.rank, self.ranks = dist.get_rank(self.group), self.group.size()
         self.backend = str(dist.get_backend(self.group))
         if device is None:
             device = "cuda" if "nccl" in self.backend else "cpu"
         self.device = torch.empty(0, device=device).device
+        self._check_alike((int(peer_reads), capacity_bytes))
         self._shared: SymmetricMemory | None = None
         self.reason: str | None = "they were not asked for"
         if peer_reads:
@@ -86,6 +89,28 @@ class Peers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
         return self
+
+    def _check_alike(self, given: tuple[int, int]) -> None:
+        # Ranks of which one asks alone wait for ever, and slots of other sizes lie elsewhere.
+        message = torch.tensor(given, dtype=torch.int64, device=self.device)
+        told = [tuple(each) for each in gather(message, self.group).tolist()]
+        other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+        if other is None:
+            return
+        asked = [f"peer_reads={bool(reads)}, capacity_bytes={size}" for reads, size in told]
+        raise ArgumentError(
+            f"Peers({asked[0]}) on rank 0, Peers({asked[other]}) on rank {other}",
+            need="the same on every rank",
+            hint=f"Peers({asked[0]}) on all of them",
+        )
+
+    def _check_device(self, y: Tensor) -> None:
+        if y.device != self.device:
+            raise ArgumentError(
+                f"tensors on {y.device} for ranks that share memory of {self.device}",
+                need=f"tensors on {self.device}",
+                hint=f"x.to({str(self.device)!r}), or Peers(device=...) of where the layers are",
+            )
 
     def describe(self) -> str:
         """How parts come together, in one line."""
@@ -141,6 +166,9 @@ class Peers:
 
         Returns:
             [..., out], as y.
+
+        Raises:
+            ArgumentError: y is elsewhere than the memory that peers read.
         """
         if y.numel() == 0:
             return y
@@ -149,6 +177,7 @@ class Peers:
             mine = torch.empty_like(y, dtype=part)
             write(mine)
             return self.add(mine, y.dtype, bias, residual)
+        self._check_device(y)
         mine, place = self._shared.part(shape, part)
         write(mine)
         kernels.peer_sum(y, place, part, on_16_bytes(bias), on_16_bytes(residual))
@@ -164,6 +193,9 @@ class Peers:
 
         Returns:
             As y.
+
+        Raises:
+            ArgumentError: y is elsewhere than the memory that peers read.
         """
         if y.numel() == 0:
             return y
@@ -173,6 +205,7 @@ class Peers:
             mine = y.new_empty(shape)
             write(mine)
             return self.beside(mine, bounds)
+        self._check_device(y)
         mine, place = self._shared.part(shape, y.dtype)
         write(mine)
         kernels.peer_gather(y, place, bounds)
@@ -242,12 +275,33 @@ def on_16_bytes(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def _check_limits(capacity_bytes: int, patience_s: float) -> None:
+    # What a kernel is told is counted in milliseconds, in 32 bits.
+    if isinstance(capacity_bytes, int) and capacity_bytes >= 0 and 1e-3 <= patience_s < 2**32 / 1e3:
+        return
+    raise ArgumentError(
+        f"capacity_bytes={capacity_bytes}, patience_s={patience_s}",
+        need="a whole number of bytes from 0 on, and 0.001 to 4294967 seconds",
+        hint="Peers(), or peer_reads=False where no peer is to read",
+    )
+
+
 def _group_of(given: Any) -> Group | None:
     if given is None or isinstance(given, dist.ProcessGroup):
         return given
+    if given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "a group that this rank is not in",
+            need="a group of which it is one",
+            hint="Peers(group) on the ranks alone that new_group was given",
+        )
     sides = getattr(given, "ndim", None)
     if sides != 1 or not hasattr(given, "get_group"):
-        kind = f"a mesh of {sides} dimensions" if sides else f"a {type(given).__name__}"
+        kind = (
+            f"a mesh of {sides} dimensions"
+            if sides
+            else f"an object of class {type(given).__name__}"
+        )
         raise ArgumentError(
             f"{kind} as the group",
             need="a process group, or a mesh of one dimension",

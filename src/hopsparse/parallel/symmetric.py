@@ -140,8 +140,7 @@ def share(
     if others := [rank for rank, (fails, _) in enumerate(told) if fails]:
         return f"ranks {others} cannot"
     bases = tuple(base + its for base, (_, its) in zip(found.bases, told, strict=True))
-    patience_ms = min(int(1e3 * patience_s), 2**32 - 1)
-    rank = dist.get_rank(group)
+    rank, patience_ms = dist.get_rank(group), int(1e3 * patience_s)
     return SymmetricMemory(found.memory, bases, rank, found.slot_bytes, patience_ms, found.handle)
 
 

@@ -62,7 +62,7 @@ def explain_int4(
         dense_us=predict(dense, problem.tokens, gpu).time_us,
         dense_when=INT4_RUNS_DENSE_WHEN,
         cautions=(
-            f"the cost model is that of {bits} bits with the bytes of 4: no time of weights of 4 "
-            "bits has gone into it",
+            f"the cost model is that of {bits} bits with the bytes of 4; what widening costs was "
+            "fitted beside x of bfloat16 alone",
         ),
     )
