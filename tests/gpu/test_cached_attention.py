@@ -111,3 +111,21 @@ def test_fused_blocks_write_what_unfused_ones_do(
     fused.undo()
     assert len(ran) == 2 * 5  # The first call, in which the cache takes its memory, goes around.
     torch.testing.assert_close(found, right, atol=0.06, rtol=0.1)
+
+
+def test_transformers_compiles_the_steps_of_a_fused_model(device: torch.device) -> None:
+    """`generate` makes masks ahead of a step that it compiles; ours are lengths."""
+    model = tiny(device, 64, 2)
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude"))
+    model.requires_grad_(False)
+    texts = torch.randint(1, 256, (3, 8), device=device)
+    compiled = transformers.CompileConfig(backend="aot_eager", mode=None)
+    how = {"max_new_tokens": 57, "cache_implementation": "static", "output_logits": True}
+    how |= {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
+    right = model.generate(texts, **how, pad_token_id=0, disable_compile=True)
+    fused = hopsparse.fuse_blocks(model)
+    found = model.generate(texts, **how, pad_token_id=0, compile_config=compiled)
+    fused.undo()
+    torch._dynamo.reset()
+    for ours, theirs in zip(found.logits[:2], right.logits[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.06, rtol=0.1)

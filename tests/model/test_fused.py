@@ -288,3 +288,18 @@ def test_a_norm_goes_into_the_rounding_behind_it() -> None:
     assert isinstance(block.input_layernorm, nn.Identity)
     assert isinstance(block.mlp.norm, nn.Module)
     assert isinstance(block.self_attn.q_proj.shared.linear.matrix, Quantized)
+
+
+@pytest.mark.parametrize("under", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", [None, "fp8"])
+def test_autocast_does_not_reach_what_is_joined(scheme: str | None, under: torch.dtype) -> None:
+    model = tiny_llama()
+    hopsparse.sparsify(model, hopsparse.Recipe("2:4", "magnitude", scheme=scheme))
+    model.requires_grad_(False)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with torch.autocast("cpu", under):
+        fused = fuse_blocks(model)
+        assert fused.fused
+        fused.undo()
+    for name, each in model.state_dict().items():
+        assert torch.equal(each.contiguous().view(torch.uint8), before[name].view(torch.uint8))

@@ -48,6 +48,12 @@ def join(layers: Sequence[SparseLinear], *, gate_up: bool = False) -> SparseLine
         layers: One below the other.
         gate_up: Two layers, whose rows alternate as `act="swiglu"` wants them; it has that then.
     """
+    # Autocast has no torch.cat of 8-bit floats, nor of 16-bit ones of another kind than its own.
+    with torch.autocast(layers[0].matrix.device.type, enabled=False):
+        return _joined(layers, gate_up)
+
+
+def _joined(layers: Sequence[SparseLinear], gate_up: bool) -> SparseLinear:
     matrices = [layer.matrix for layer in layers]
     codes = [cast(NM, _codes(matrix)) for matrix in matrices]
     first = matrices[0]
