@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import hopsparse.cli.selfcheck as selfcheck
 from hopsparse.cli import verify_operators
+from hopsparse.compiler import Built, KernelCache
 from hopsparse.errors import GpuLostError
 from hopsparse.formats import CSR, write_matrices
+from hopsparse.ops.plans import every_spec
 from tests.cli.conftest import Run, start
 
 RunJson = Callable[..., Any]
@@ -104,6 +106,31 @@ def test_what_was_done_before_ctrl_c_is_told(
     assert "3 checks on cpu" in result.stdout
     assert ", 21 not run" in result.stdout
     assert len(ElementTree.parse(junit).getroot().findall(".//testcase")) == 3
+
+
+def test_every_check_of_a_gpu_compiles_many_kernels_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[Any]] = []
+
+    class Cache:
+        def compile_all(self, specs: list[Any]) -> Iterator[Any]:
+            asked.append(specs)
+            yield from (Built(spec, None, was_cached=True) for spec in specs)
+
+    made: list[int] = []
+    monkeypatch.setattr(KernelCache, "default", classmethod(lambda cls: Cache()))
+    monkeypatch.setattr(verify_operators, "_device", lambda device: "cuda")
+    monkeypatch.setattr(
+        verify_operators, "_make", lambda steps, report, started: made.append(len(asked))
+    )
+    verify_operators.verify_operators("cuda", ["spmm_nm_int4", "select"], every=True)
+    # Before the checks, and of these operators alone.
+    assert made == [1]
+    assert {spec.op for spec in asked[0]} == {"spmm_nm", "select"}
+    assert len(set(asked[0])) == len(asked[0]) > len(every_spec("spmm_nm")) + 300
+    verify_operators.verify_operators("cuda", [], every=False)
+    assert made == [1, 1]
 
 
 def test_a_lost_gpu_ends_the_run(run_json: RunJson, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def product_aims() -> list[str]:
     dense += ratios("h200/spmm_nm_anchors", "cublas", "hopsparse", dtype="bfloat16")
     dense += ratios("h200/spmm_nm_scaled_few", "cublas", "hopsparse_fast", **facts)
     dense += ratios(coded, "cublas", "hopsparse_fast", **facts)
-    longer = ratios("h200/four_bits_widened", "e4m3 2:4 x int4", "e4m3 2:4 x e4m3")
+    longer = ratios("h200/four_bits", "e4m3 2:4 x int4", "e4m3 2:4 x e4m3")
     part = f"{percent(min(few))} to {percent(max(few))}"
     mean = f"{geometric_mean(longer):.2f} x as long in the mean"
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..errors import ArgumentError, GpuLostError, HopsparseError
 from ..models.options import Progress
 from ..nn.checks import checks as layer_checks
 from ..ops.checks import all_checks
+from ..ops.plans import plans, verified_specs
 from ..settings import DELAYS_VARIABLE, Settings
 from ..verify import Check, outcome_of
 from .progress import progress_shown
@@ -119,12 +120,31 @@ def verify_operators(
     started = time.monotonic()
     with _one_thread():
         try:
+            if every and chosen == "cuda":
+                _compile(ops, started)
             _make(steps, report, started)
         except KeyboardInterrupt:
             report.interrupted = True
     report.left = len(steps) - len(report.rows)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _compile(ops: Sequence[str], started: float) -> None:
+    """Many kernels at a time, where a check would compile its own and wait; errors are its own."""
+    from ..compiler import KernelCache
+
+    wanted = [own for own in plans() if not ops or any(op.startswith(own) for op in ops)]
+    specs = [spec for op in wanted for spec in verified_specs(op)]
+    with closing(KernelCache.default().compile_all(specs)) as running, progress_shown() as show:
+        last = started
+        for number, built in enumerate(running, 1):
+            now = time.monotonic()
+            if now - last > _SHOWN_EVERY_S:
+                left = (now - started) / number * (len(specs) - number)
+                label = f"{built.spec.op}/{built.spec.name}"
+                show(Progress("compile", number, len(specs), label, left))
+                last = now
 
 
 _Step = tuple[str, Callable[[], Row]]

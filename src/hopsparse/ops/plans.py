@@ -27,6 +27,19 @@ def plans() -> dict[str, ModuleType]:
     return {op: import_module(name) for op, name in names.items() if find_spec(name)}
 
 
+def verified_specs(op: str) -> list[KernelSpec]:
+    """Kernels that `hopsparse verify --all` launches, nearly all of them.
+
+    Those of an operator whose folder has a `verified.py` are more than it runs in any other way.
+
+    Args:
+        op: One of `plans()`.
+    """
+    name = f"{__package__}.{op}.verified"
+    more: list[KernelSpec] = import_module(name).specs_of_all() if find_spec(name) else []
+    return list(dict.fromkeys([*every_spec(op), *more]))
+
+
 def every_spec(op: str) -> list[KernelSpec]:
     """All kernels that an operator may run.
 

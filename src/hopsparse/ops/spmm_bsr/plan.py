@@ -227,10 +227,10 @@ def spec_of(
     """The kernel of a tile for a weight of `out` rows; the rest is as for `spec_for`."""
     direct = stores_directly(out, out_dtype or dtype)
     facts = (out_dtype or dtype, activation, residual, direct)
-    return _spec(config, dtype, *facts)
+    return tile_spec(config, dtype, *facts)
 
 
-def _spec(
+def tile_spec(
     config: Config | FragmentConfig,
     dtype: str,
     out_dtype: str | None = None,
@@ -238,6 +238,7 @@ def _spec(
     residual: bool = False,
     direct: bool = False,
 ) -> KernelSpec:
+    """The kernel of a tile of either kind; arguments as for `kernel.spec_for`."""
     facts: dict[str, Any] = {
         "out_dtype": out_dtype,
         "activation": activation,
@@ -257,14 +258,15 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
 def every_spec() -> list[KernelSpec]:
     """Every kernel that a plain product may run, and one of each kind of epilogue."""
     tiles: tuple[Config | FragmentConfig, ...] = (*CANDIDATES, *FRAGMENT_CANDIDATES)
-    specs = [_spec(config, dtype) for dtype in ("bfloat16", "float16") for config in tiles]
+    specs = [tile_spec(config, dtype) for dtype in ("bfloat16", "float16") for config in tiles]
     for config in SHOWN:
-        specs += [_spec(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
-        specs.append(_spec(config, "bfloat16", activation="gelu_tanh", residual=True))
-        specs.append(_spec(config, "float16", out_dtype="float32"))
-        specs.append(_spec(config, "bfloat16", direct=True))
+        specs += [tile_spec(config, "bfloat16", activation=act) for act in ("relu", "gelu", "silu")]
+        specs.append(tile_spec(config, "bfloat16", activation="gelu_tanh", residual=True))
+        specs.append(tile_spec(config, "float16", out_dtype="float32"))
+        specs.append(tile_spec(config, "bfloat16", direct=True))
     for config in WITH_EPILOGUES:
         behind: dict[str, Any] = {"activation": "silu", "residual": True}
-        specs += [_spec(config, "bfloat16", direct=direct, **behind) for direct in (False, True)]
-        specs.append(_spec(config, "bfloat16", out_dtype="float32", direct=True, **behind))
+        specs.append(tile_spec(config, "bfloat16", **behind))
+        specs.append(tile_spec(config, "bfloat16", direct=True, **behind))
+        specs.append(tile_spec(config, "bfloat16", out_dtype="float32", direct=True, **behind))
     return list(dict.fromkeys(specs))

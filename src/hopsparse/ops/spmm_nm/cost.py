@@ -69,7 +69,7 @@ class Constants:
     promote_clocks: float = 0.0
     widen_x_clocks: float = 390.0
     widen_token_clocks: float = 6.25
-    pass_us: float = 1.2
+    pass_us: float = 1.9
     pass_bytes_us: float = 2.5e6
     memory_bytes_us: float = 3.91e6
     fixed_us: float = 2.05
@@ -204,7 +204,7 @@ def widen_once_us(problem: Problem) -> float:
 
     Example:
         >>> round(widen_once_us(Problem(1024, 4096, 4096)), 1)
-        3.7
+        4.4
     """
     fitted = FITTED[8]
     return fitted.pass_us + 1.5 * problem.tokens * problem.k / fitted.pass_bytes_us

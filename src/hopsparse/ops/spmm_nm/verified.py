@@ -13,8 +13,8 @@ from functools import cache
 from ...plan import KernelSpec
 from .chooser import Chooser
 from .cost import Problem
-from .kernel import Config, Numbers, spec_for, spec_of_numbers, stores_directly
-from .plan import CANDIDATES, eight_bit, for_experts, four_bit
+from .kernel import SWIGLU, Config, Numbers, spec_for, spec_of_numbers, stores_directly
+from .plan import CANDIDATES, eight_bit, for_experts, four_bit, tiles
 
 _FP8, _INT8, _BF16, _F16 = "float8_e4m3fn", "int8", "bfloat16", "float16"
 
@@ -81,6 +81,21 @@ def verified_specs() -> list[KernelSpec]:
     small = _small(for_experts())
     specs += [spec_of_numbers(small, each, "silu", False, False) for each in _outs(halves)]
     return list(dict.fromkeys([*specs, *_of_eight_bit(), *_of_four_bit()]))
+
+
+def specs_of_all() -> list[KernelSpec]:
+    """Kernels that all checks launch beside those that are compiled ahead."""
+    specs = []
+    for dtype in (_BF16, _F16):
+        specs += [spec_for(config, dtype, direct=True) for config in CANDIDATES]
+        own = Numbers(dtype, dtype, dtype)
+        specs += [spec_of_numbers(config, own, "none", False, False) for config in for_experts()]
+    specs += [spec_for(config, _BF16, activation=SWIGLU) for config in tiles(SWIGLU)]
+    for numbers in _EIGHT_BIT:
+        specs += _of_tiles(eight_bit(numbers), numbers)
+    for numbers in (HALVES, CODES):
+        specs += _of_tiles(four_bit(numbers), numbers)
+    return list(dict.fromkeys(specs))
 
 
 def _of_eight_bit() -> Iterator[KernelSpec]:
