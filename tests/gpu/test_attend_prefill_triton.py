@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hopsparse.ops import PagedKV, attend_prefill
 from hopsparse.ops.attend_prefill import device as hopper_kernel
+from hopsparse.ops.attend_prefill import op
 from hopsparse.ops.attend_prefill.op import has_triton
 from tests.helpers.attention import Shape, paged
 from tests.helpers.prefill import Problem, assert_prefill, one_key_each, problem
@@ -27,6 +28,14 @@ WAYS = (
     (128, 128, 4, False),
     (192, 64, 2, True),
 )
+
+
+@pytest.fixture(autouse=True)
+def _calls_take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which they do by themselves once these tests have passed on a GPU."""
+    monkeypatch.setattr(op, "TRITON", True)
+
+
 _AMD = 224  # in an ELF header, where 190 is CUDA
 
 

@@ -29,6 +29,10 @@ from .dispatch import both_of, register_on_gpu, run_gradient_reference, run_refe
 
 _OP = "attend_prefill"
 
+#: Whether calls take the kernels in Triton. They were compiled and interpreted, and have not run on
+#: a GPU yet: until tests/gpu/test_attend_prefill_triton.py has passed on one, torch runs instead.
+TRITON = False
+
 
 def attend_prefill(
     q: Tensor,
@@ -46,10 +50,10 @@ def attend_prefill(
     prompt, or a chunk of it. Every `block` queries from the first of the chunk on have a list of
     blocks of keys. A query without a key gives zeros and an LSE of -inf. A kernel on a Hopper GPU
     where keys are of 16 bits, the head dimension is 64 or 128, pages have 16, 32, 64 or 128 tokens
-    and blocks a multiple of 64; else Triton, or without it torch, which waits for the GPU.
+    and blocks a multiple of 64; else torch, which waits for the GPU.
 
     Differentiable in q, `cache.keys` and `cache.values`, by the output and by the LSE; pages that
-    several sequences or heads read get the sum. On a GPU by Triton, without a wait.
+    several sequences or heads read get the sum. By torch on every device.
 
     Args:
         q: [tokens, heads, dim], all sequences behind each other; float32, bfloat16 or float16.
@@ -168,7 +172,7 @@ def _run_on_gpu(
     block: int,
     scales: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """The kernel where there is one for this GPU, these keys and these blocks; else Triton's."""
+    """The kernel where there is one for this GPU, these keys and these blocks."""
     cache, lists = cache_of(tensors, scales), (indices, counts)
     hopper = is_hopper(q.get_device())
     if hopper and _device().fits(q, cache, lists, block, scales[0]):
@@ -190,7 +194,7 @@ def _gradient_on_gpu(
     scales: list[float],
     of_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By Triton, where it is installed."""
+    """By torch, or by Triton where calls take it."""
     cache, both = cache_of(tensors, scales), both_of(lists)
     if not has_triton() or not _triton().fits(kept[0], cache, both[0], block, False):
         return run_gradient_reference(given, kept, starts, tensors, lists, block, scales, of_keys)
@@ -203,10 +207,14 @@ def _gradient_on_gpu(
 register_on_gpu(_run_on_gpu, _gradient_on_gpu)
 
 
-@once
 def has_triton() -> bool:
-    """Whether it is installed; it is not imported."""
-    return find_spec("triton") is not None
+    """Whether calls take it, and it is installed; it is not imported."""
+    return TRITON and _is_installed("triton")
+
+
+@once
+def _is_installed(name: str) -> bool:
+    return find_spec(name) is not None
 
 
 @once
