@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hopsparse.measure import record
 from hopsparse.measure.clock import Call, Contender, gpu, time_side_by_side
+from hopsparse.measure.timing import Timing
 from hopsparse.ops import PagedKV, attend_prefill, contiguous_pages
 from hopsparse.ops.attend_prefill import plan
 from hopsparse.ops.attend_prefill.device import enqueue
@@ -124,14 +125,11 @@ def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
     return order.int(), mask.sum(-1, dtype=torch.int32)
 
 
-def measured(case: Case, rounds: int, budget_s: float, every_config: bool) -> list[record.Row]:
-    """Rows of one case."""
-    ours, rival = hopsparse_calls(case, every_config), flex_calls(case)
-    calls = ours | rival | (dense_calls(case) if case.part == 1 else {})
-    # The copies of results are not kept: two of them are as large as the keys.
-    apart = (ours["attend_prefill"]()[0] - rival["FlexAttention"]()).abs().max().item()
-    contenders = [Contender(name, [call]) for name, call in calls.items()]
-    timings = time_side_by_side(contenders, rounds=rounds, budget_s=budget_s)
+def rows_of(
+    case: Case, timings: Sequence[Timing], apart: float, passes: Mapping[str, float] | None = None
+) -> list[record.Row]:
+    """A row a contender; `passes` are how many forwards its work is, 1 where it says nothing."""
+    works = {each.name: (passes or {}).get(each.name, 1) * case.flops for each in timings}
     return [
         {
             "context": case.context,
@@ -142,10 +140,21 @@ def measured(case: Case, rounds: int, budget_s: float, every_config: bool) -> li
             "contender": timing.name,
             "error": timing.error,
             "us": None if timing.error else timing.us,
-            "tflops": None if timing.error else case.flops / timing.us * 1e-6,
+            "tflops": None if timing.error else works[timing.name] / timing.us * 1e-6,
         }
         for timing in timings
     ]
+
+
+def measured(case: Case, rounds: int, budget_s: float, every_config: bool) -> list[record.Row]:
+    """Rows of one case."""
+    ours, rival = hopsparse_calls(case, every_config), flex_calls(case)
+    calls = ours | rival | (dense_calls(case) if case.part == 1 else {})
+    # The copies of results are not kept: two of them are as large as the keys.
+    apart = (ours["attend_prefill"]()[0] - rival["FlexAttention"]()).abs().max().item()
+    contenders = [Contender(name, [call]) for name, call in calls.items()]
+    timings = time_side_by_side(contenders, rounds=rounds, budget_s=budget_s)
+    return rows_of(case, timings, apart)
 
 
 def hopsparse_calls(case: Case, every_config: bool) -> dict[str, Call]:

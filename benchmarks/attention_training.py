@@ -26,6 +26,7 @@ from attention_prefill import (
     Case,
     causal,
     ordered,
+    rows_of,
 )
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
@@ -84,21 +85,8 @@ def measured(case: Case, rounds: int, budget_s: float) -> list[record.Row]:
     apart = difference(calls["attend_prefill, step"](), calls["FlexAttention, step"]())
     contenders = [Contender(name, [call]) for name, call in calls.items()]
     timings = time_side_by_side(contenders, rounds=rounds, budget_s=budget_s)
-    work = {each.name: _WITH_GRADIENTS if each.name.endswith("step") else 1 for each in timings}
-    return [
-        {
-            "context": case.context,
-            "part": case.part,
-            "lists": case.mask.shape[0],
-            "kept_blocks": int(case.mask.sum()),
-            "largest_difference_to_flex": apart,
-            "contender": timing.name,
-            "error": timing.error,
-            "us": None if timing.error else timing.us,
-            "tflops": None if timing.error else work[timing.name] * case.flops / timing.us * 1e-6,
-        }
-        for timing in timings
-    ]
+    passes = {each.name: _WITH_GRADIENTS for each in timings if each.name.endswith("step")}
+    return rows_of(case, timings, apart, passes)
 
 
 #: Attention of q, keys and values [1, heads, tokens, dim], as one of q.
