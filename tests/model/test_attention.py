@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import asdict
 from pathlib import Path
@@ -168,3 +169,15 @@ def test_an_entry_that_means_nothing_is_refused(folder: Path) -> None:
         model(ids(3))
     with pytest.raises(ArgumentError, match="Linear"):
         SPARSE.apply(torch.nn.Linear(2, 2))
+
+
+def test_parts_with_a_config_of_their_own_are_told_too() -> None:
+    """As a model that was sparsified has them; versions of transformers reach one or the other."""
+    model: Any = tiny_llama()
+    model.model.config = copy.deepcopy(model.config)
+    for block in model.model.layers:
+        block.self_attn.config = model.model.config
+    WHOLE.apply(model)
+    for config in (model.config, model.model.config):
+        assert config._attn_implementation == "hopsparse"
+        assert AttentionConfig.of(config) == WHOLE

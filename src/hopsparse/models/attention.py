@@ -16,11 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops import COMPUTE_DTYPES, PagedKV, attend_decode, attend_prefill, contiguous_pages
 from .attention_choice import choose, choose_tiles
-from .attention_config import IMPLEMENTATION, AttentionConfig
+from .attention_config import FOREIGN, IMPLEMENTATION, AttentionConfig
 from .key_blocks_cache import blocks_of
-
-# What changes scores or what is seen in a way that block scores know nothing of.
-_FOREIGN = ("sliding_window", "softcap", "position_bias", "s_aux", "output_attentions")
 
 
 def attend(
@@ -77,7 +74,7 @@ def _may_be_sparse(
         return False
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if dropout or not causal or any(options.get(name) for name in _FOREIGN):
+    if dropout or not causal or any(options.get(name) for name in FOREIGN):
         return False
     if key.shape[-1] != value.shape[-1] or query.dtype not in COMPUTE_DTYPES:
         return False

@@ -12,6 +12,34 @@ IMPLEMENTATION, ENTRY = "hopsparse", "hopsparse_attention"
 MODES = ("top-k", "top-p", "certified")
 PAGES = (16, 32, 64, 128)
 SCORES = ("bound", "mean", "mass")
+#: What a call may ask for that changes scores, or what is seen: only dense attention knows of it.
+FOREIGN = ("sliding_window", "softcap", "position_bias", "s_aux", "output_attentions")
+
+
+def configs_of(model: Any) -> list[Any]:
+    """Every config that a part of a model reads: one of several kinds has a config for each.
+
+    Args:
+        model: Of transformers.
+    """
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(each): each for each in (model.config, *found) if each is not None}.values())
+
+
+def set_attention(model: Any, name: str) -> None:
+    """`model.set_attn_implementation(name)`, in every config.
+
+    Versions of transformers differ in which of them that method reaches, where a part of the model
+    has a config of its own.
+
+    Args:
+        model: Of transformers; it refuses what its attention cannot be.
+        name: Of an attention.
+    """
+    model.set_attn_implementation(name)
+    for config in configs_of(model):
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
 
 
 @dataclass(frozen=True)
@@ -98,16 +126,9 @@ page of 64, at least 192: 1 sink, 1 recent and one more. Try: 192.
                 need="a model of transformers",
                 hint="AutoModelForCausalLM.from_pretrained(...)",
             )
-        # A model of several kinds has a config for each; layers read their own.
-        configs = {id(model.config): model.config}
-        configs |= {
-            id(found): found
-            for module in model.modules()
-            if (found := getattr(module, "config", None)) is not None
-        }
-        for config in configs.values():
+        for config in configs_of(model):
             setattr(config, ENTRY, asdict(self))
-        model.set_attn_implementation(IMPLEMENTATION)
+        set_attention(model, IMPLEMENTATION)
 
     @classmethod
     def of(cls, config: Any) -> AttentionConfig:

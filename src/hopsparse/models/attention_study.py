@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedError
 from ..ops import KeyBlocks, block_masses, missed_mass
 from .attention_choice import choose
-from .attention_config import AttentionConfig
+from .attention_config import AttentionConfig, set_attention
 
 _NAME = "hopsparse_study"
 # Queries whose blocks are chosen at once: what is kept of keys is copied for each of them.
@@ -200,7 +200,7 @@ def studied(model: nn.Module, study: Study) -> Iterator[None]:
     """
     before = getattr(model.config, "_attn_implementation", None)
     try:
-        model.set_attn_implementation(_NAME)  # type: ignore[operator]
+        set_attention(model, _NAME)
     except (AttributeError, ValueError, KeyError) as error:
         raise UnsupportedError(
             f"the attention of a {type(model).__name__}",
@@ -212,7 +212,7 @@ def studied(model: nn.Module, study: Study) -> Iterator[None]:
         yield
     finally:
         _RUNNING.remove(study)
-        model.set_attn_implementation(before or "sdpa")  # type: ignore[operator]
+        set_attention(model, str(before or "sdpa"))
 
 
 def _attend(

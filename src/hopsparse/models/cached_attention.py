@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..launch import is_capturing
 from ..ops import PagedKV, attend_decode, attend_prefill, contiguous_pages
 from ..ops._product import is_hopper
+from .attention_config import FOREIGN, configs_of
 
 #: The name that transformers knows this attention by.
 IMPLEMENTATION = "hopsparse_cached"
@@ -26,8 +27,6 @@ IMPLEMENTATION = "hopsparse_cached"
 _PAGES = (64, 32, 16)
 _DIMS, _LARGEST_GROUP = (64, 128), 16  # heads that both kernels have
 _DTYPES = (torch.bfloat16, torch.float16)
-# What changes scores, or what is seen.
-_FOREIGN = ("sliding_window", "softcap", "position_bias", "s_aux", "output_attentions")
 
 # Which pages sequences have, and where their queries start: they depend on shapes alone.
 _KNOWN: dict[tuple[object, ...], Tensor] = {}
@@ -40,12 +39,12 @@ def install(model: Any) -> Callable[[], None]:
     Args:
         model: A causal language model of transformers. One with another attention is left alone.
     """
-    # Parts of a model may have a config of their own, and versions of transformers differ in which
-    # of them set_attn_implementation reaches.
-    configs = {id(each): each for each in map(_config_of, model.modules()) if each is not None}
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return lambda: None
-    ours = [each for each in configs.values() if each._attn_implementation == "sdpa"]
+    # Not `set_attention`: parts of another attention keep theirs.
+    ours = [
+        each for each in configs_of(model) if getattr(each, "_attn_implementation", None) == "sdpa"
+    ]
     for config in ours:
         config._attn_implementation = IMPLEMENTATION
 
@@ -55,11 +54,6 @@ def install(model: Any) -> Callable[[], None]:
                 config._attn_implementation = "sdpa"
 
     return undo
-
-
-def _config_of(module: Any) -> Any:
-    config = getattr(module, "config", None)
-    return config if hasattr(config, "_attn_implementation") else None
 
 
 def room_for(tokens: int) -> int:
@@ -163,7 +157,7 @@ def attend(
     page = None
     if lengths is not None and lengths.dim() == 1:
         page = _page_for(query, key, value)
-        if page is None or dropout or any(options.get(name) for name in _FOREIGN):
+        if page is None or dropout or any(options.get(name) for name in FOREIGN):
             attention_mask, page = _mask_of(lengths, query.shape[2], key.shape[2]), None
     if lengths is None or page is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(
@@ -201,8 +195,10 @@ def _mask_of(lengths: Tensor, queries: int, keys: int) -> Tensor:
 
 def _cache(key: Tensor, value: Tensor, lengths: Tensor, page: int) -> PagedKV:
     name = (key.shape, key.stride(), value.stride(), page, key.device)
-    cache = contiguous_pages(key, value, lengths, page, _KNOWN.get(name))
-    _keep(name, cache.table)
+    table = _KNOWN.get(name)
+    cache = contiguous_pages(key, value, lengths, page, table)
+    if table is None:
+        _keep(name, cache.table)
     return cache
 
 
@@ -218,7 +214,7 @@ def _starts(batch: int, tokens: int, device: torch.device) -> Tensor:
 def _keep(name: tuple[object, ...], made: Tensor) -> Tensor:
     """What later steps use again, unless its memory is that of a graph, or of a compiler."""
     graph = made.is_cuda and is_capturing(made.get_device())
-    if not graph and not torch.compiler.is_compiling() and name not in _KNOWN:
+    if not graph and not torch.compiler.is_compiling():
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
         _KNOWN[name] = made

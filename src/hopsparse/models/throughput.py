@@ -201,6 +201,7 @@ def prepared(
     """
     from transformers import StaticCache
 
+    from .attention_config import set_attention
     from .cached_attention import IMPLEMENTATION, room_for
 
     network: Any = model
@@ -211,7 +212,7 @@ def prepared(
     _enter_causal()
     captured_prefill = way.captured and phase.kind == "prefill"
     attention = IMPLEMENTATION if way.attention else _CAUSAL if captured_prefill else "sdpa"
-    network.set_attn_implementation(attention)
+    set_attention(network, attention)
 
     def call(ids: Tensor, through: Any = forward) -> Tensor:
         given = {name: cache, "use_cache": True, "logits_to_keep": 1}
