@@ -80,11 +80,13 @@ def test_bytes_are_counted_and_a_second_run_has_nothing_to_do(
     words = (*ONE, "--methods", "dense,int4,int3.5", "--out", str(tmp_path / "rows.jsonl"))
     rows = run_json(*words)["rows"]
     dense, *coded = (row["interface_bytes_a_step"] for row in rows)
+    # On a busy machine TCP takes late answers for lost ones, and sends up to 1,514 bytes again.
+    again = [1514 * row["segments_again_a_step"] for row in rows[1:]]
     assert dense > 4 * rows[0]["parameters"]
     # Headers, acknowledgements and barriers come on top, of all of them.
-    for row, sent, values in zip(rows[1:], coded, (0.516, 0.4531), strict=True):
+    for row, sent, twice, values in zip(rows[1:], coded, again, (0.516, 0.4531), strict=True):
         message = (values + 0.006) * row["parameters"]
-        assert message < sent < 1.1 * message
+        assert message < sent < 1.1 * message + twice
     assert all(0 < row["step_ms_least"] <= row["step_ms"] <= row["step_ms_most"] for row in rows)
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["method"] for row in written] == ["dense", "int4", "int3.5"]

@@ -91,8 +91,8 @@ def race(asked: Race) -> dict[str, Any]:
     """Run all ranks of one run, each in a namespace of its own.
 
     Returns:
-        `parameters`, `step_ms`, `step_ms_least`, `step_ms_most`, `interface_bytes_a_step` (sent by
-        rank 0), and `plan` of a planned run.
+        `parameters`, `step_ms`, `step_ms_least`, `step_ms_most`, `interface_bytes_a_step` and
+        `segments_again_a_step` (sent by rank 0; resent by its TCP), and `plan` of a planned run.
 
     Raises:
         UnsupportedError: Namespaces cannot be made here, or a rank failed.
@@ -234,6 +234,16 @@ def _sent(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
+def _sent_again() -> int:
+    """Segments of TCP that this namespace has sent more than once."""
+    names, values = (
+        line.split()
+        for line in Path("/proc/net/snmp").read_text().splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(values[names.index("RetransSegs")])
+
+
 def run_ranks(asked: Sequence[Race], rank: int, interface: str, address: str) -> None:
     """One rank of runs that follow one another; rank 0 prints each as a line of JSON."""
     torch.set_num_threads(1)
@@ -256,12 +266,13 @@ def _run(asked: Race, rank: int, interface: str) -> dict[str, Any]:
     ddp = DistributedDataParallel(Layers(MODELS[asked.model], asked.model == "mlp"))
     planned = reduce_by(ddp, asked.method)
     generator = torch.Generator().manual_seed(rank)
-    times, sent = [], []
+    times, sent, again = [], [], []
     for step in range(_WARM + asked.steps):
         x = torch.randn(_ROWS, _COLUMNS, generator=generator)
         ddp.zero_grad()
         dist.barrier()
-        before, started = _sent(interface), time.perf_counter()
+        before, again_before = _sent(interface), _sent_again()
+        started = time.perf_counter()
         ddp(x).backward()
         spent = time.perf_counter() - started
         # What is still on its way belongs to this step.
@@ -269,12 +280,14 @@ def _run(asked: Race, rank: int, interface: str) -> dict[str, Any]:
         if step >= _WARM:
             times.append(1e3 * spent)
             sent.append(_sent(interface) - before)
+            again.append(_sent_again() - again_before)
     row: dict[str, Any] = {
         "parameters": sum(each.numel() for each in ddp.parameters()),
         "step_ms": statistics.median(times),
         "step_ms_least": min(times),
         "step_ms_most": max(times),
         "interface_bytes_a_step": sum(sent) / len(sent),
+        "segments_again_a_step": sum(again) / len(again),
     }
     if planned is not None:
         row["plan"] = planned.describe().splitlines()
