@@ -9,7 +9,8 @@
 // makes them over longer rows, would each wait for a barrier of the cluster.
 //
 // Bound: the bytes of kernel.cuh, and the latency of two messages and some six barriers of a block.
-// It has not been measured.
+// Measured on an H200 by bound: 7.6, 13.8, 12.1 and 30.8 us, when every launch asked for rows ahead
+// (docs/ops/select_blocks.md).
 
 #include "./scores.cuh"
 #include "order/rank.cuh"
