@@ -40,11 +40,10 @@ def spmm_bsr(
 
     On a Hopper GPU a weight of 16-bit values, in blocks of a multiple of 16 columns, runs as one
     kernel where that was measured, or is predicted, to be faster than decoding; `plan` says. Its
-    layout is made at the first call and kept as long as `w.values`. All else, blocks that are 2:4
-    inside (`BSR24`), and every call under torch.func or with dual numbers, decodes w;
-    `ops.spmm_bsr.triton.run` reads 2:4 blocks as they are, where Triton is. Differentiable in x,
-    bias, residual and the kept values; gradients run dense. One graph under torch.compile, which
-    always takes the kernel where there is one, as does every call that keeps a gradient.
+    layout is made at the first call and kept as long as `w.values`. All else, a `BSR24` (see
+    `ops.spmm_bsr.triton.run`), and every call under torch.func or with dual numbers, decodes w.
+    Differentiable in x, bias, residual and the kept values; gradients run dense. One graph under
+    torch.compile, which takes the kernel where there is one, as do calls that keep a gradient.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
