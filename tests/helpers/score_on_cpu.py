@@ -20,11 +20,15 @@ from tests.helpers.block_scores import Problem
 ROOT = Path(__file__).parents[2]
 FILES = (
     "device/order/rank.cuh",
-    *(f"ops/score_blocks/{name}.cuh" for name in ("rows", "scores", "kernel", "choose", "append")),
+    *(
+        f"ops/score_blocks/{name}.cuh"
+        for name in ("fold", "rows", "newest", "scores", "kernel", "choose", "append")
+    ),
 )
 
 # What the texts ask of a GPU beyond cuda_on_cpu.hpp.
 _HERE = """
+#define LATE_COPIES
 #include "mma_on_cpu.hpp"
 thread_local Index gridDim;
 // Nothing is read, but it could be: an address outside of what is there would end the process.
@@ -161,11 +165,12 @@ class Compiled:
         *,
         per_head: bool,
         asks: Asks = ASKS_ALL,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """What the kernel writes; what it does not is 7."""
         heads = p.q.shape[1] if per_head else p.blocks.low.shape[1]
         scores = torch.full((p.q.shape[0], heads, p.blocks.low.shape[2]), 7.0)
-        wanted = Wanted(tested.kind, p.scale, per_head)
+        wanted = Wanted(tested.kind, p.scale, per_head, keys)
         args = pack(scores, p.q, p.kept, p.lengths, p.blocks.block, wanted)
         args.ask_first, args.ask_later = asks
         number = VARIANTS.index(tested)
@@ -173,13 +178,19 @@ class Compiled:
         return scores
 
     def chosen(
-        self, tested: Variant, p: Problem, cluster: int, choice: Choice, asks: Asks = ASKS_ALL
+        self,
+        tested: Variant,
+        p: Problem,
+        cluster: int,
+        choice: Choice,
+        asks: Asks = ASKS_ALL,
+        keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The lists that the kernel writes; what it does not is -7."""
         batch, kv_heads = p.blocks.low.shape[:2]
         indices = torch.full((batch, kv_heads, choice.sizes[1]), -7, dtype=torch.int32)
         counts = torch.full((batch, kv_heads), -7, dtype=torch.int32)
-        asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False), choice)
+        asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False, keys), choice)
         args = pack_choice([indices, counts], p.q, p.kept, asked)
         args.of.ask_first, args.of.ask_later = asks
         number = VARIANTS.index(tested)

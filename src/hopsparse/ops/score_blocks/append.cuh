@@ -8,6 +8,7 @@
 //
 // Bound: bytes of the keys, once. One new token a sequence is a matter of latency.
 
+#include "./fold.cuh"
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
 #include "ptx/grid.cuh"
@@ -58,10 +59,7 @@ __device__ __forceinline__ void take(Kept<C>& kept, const Raw<C>& raw) {
     } else {
       key = unpack<C::kType>(i % 2 == 0 ? bits & 0xFFFF : bits >> 16);
     }
-    // NaN is taken, and stays.
-    kept.low[i] = key < kept.low[i] || key != key ? key : kept.low[i];
-    kept.high[i] = key > kept.high[i] || key != key ? key : kept.high[i];
-    kept.total[i] += key;
+    fold(kept.low[i], kept.high[i], kept.total[i], key);
   }
 }
 

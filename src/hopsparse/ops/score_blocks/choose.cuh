@@ -137,6 +137,7 @@ __device__ __forceinline__ void run_chosen(const ChooseArgs& all) {
   Raw<C> now[C::kRows];
   load_rows<C>(now, a, r, 0);
   end_rows<C>(r, a, static_cast<int>(tokens[0]));
+  begin_newest<C>(s.of, a, r, static_cast<int>(tokens[0]));
   keep_queries<C>(s.of, a, queries);
   order::Bounds bounds;
   order::set_bounds(bounds, static_cast<int>(r.count),

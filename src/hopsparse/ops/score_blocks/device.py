@@ -26,7 +26,7 @@ from ...ranges import in_phase
 from . import plan, reference, starts
 from .layout import NAMES, Kept
 
-_Q_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _BOUND = KnownLaunches()
 
@@ -38,11 +38,13 @@ class Wanted(NamedTuple):
         kind: "bound", "mean" or "mass".
         scale: Of q.k.
         per_head: A score for each query head.
+        keys: [batch, 1, kv_heads, dim], the newest ones, taken in before they are scored; or None.
     """
 
     kind: str
     scale: float
     per_head: bool
+    keys: Tensor | None = None
 
 
 @in_phase("select", "score_blocks")
@@ -51,7 +53,7 @@ def run(q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted) -> T
 
     Args:
         q: [batch, heads, dim] on a Hopper GPU.
-        kept: What is kept of keys.
+        kept: What is kept of keys; changed in place where a key is taken in.
         lengths: int32 [batch].
         block: Tokens of a block.
         wanted: Which scores.
@@ -179,13 +181,15 @@ def pack(
 ) -> plan.Args:
     """The kernel's argument, which asks for nothing; no scores where the kernel chooses by them."""
     kv_heads, count = kept[0].shape[1:3]
-    tensors = (q, *kept, lengths, scores)
+    keys = wanted.keys
+    tensors = (q, *kept, lengths, scores, keys)
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
     strides = [stride for each in kept for stride in each.stride()[:3]]
+    strides += [0, 0] if keys is None else [keys.stride(0), keys.stride(2)]
     sizes = (count, block, kv_heads, q.shape[1] // kv_heads)
     slack = reference.slack_factor(q.shape[2], block)
-    asked = (_Q_TYPES[q.dtype], wanted.per_head, False, False, wanted.scale, slack)
-    return plan.Args(*addresses, *strides, *sizes, *asked)
+    types = (_TYPES[q.dtype], wanted.per_head, False, False, _TYPES[kept[0].dtype])
+    return plan.Args(*addresses, *strides, *sizes, *types, wanted.scale, slack)
 
 
 def append(kept: Kept, keys: Tensor, starts: Tensor, counts: Tensor | None, block: int) -> None:

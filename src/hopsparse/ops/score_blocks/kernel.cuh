@@ -70,6 +70,7 @@ __device__ __forceinline__ void run(const Args& a) {
   Raw<C> now[C::kRows];
   load_rows<C>(now, a, r, 0);
   end_rows<C>(r, a, static_cast<int>(tokens[0]));
+  begin_newest<C>(s, a, r, static_cast<int>(tokens[0]));
   keep_queries<C>(s, a, queries);
   __syncthreads();
   score_rows<C>(s, a, r, now, [&](u32 begin, u32 end) { write<C>(s, a, r, begin, end); });

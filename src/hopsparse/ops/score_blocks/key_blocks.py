@@ -14,7 +14,7 @@ from .._call import is_plain
 from .._paged import QUERY_DTYPES, check_whole_numbers, looks_at_values
 from .._product import is_dense, is_hopper, told
 from .dispatch import append_reference, register_on_gpu, traced_append
-from .layout import refused_keys
+from .layout import Kept, refused_keys
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def append_keys(
         >>> blocks.low.flatten().tolist(), blocks.high.flatten().tolist()
         ([-1.0, 5.0], [3.0, 5.0])
     """
-    _check_append(blocks, keys, starts, counts)
+    check_keys("append_keys", blocks, keys)
+    _check_places(blocks, keys, starts, counts)
     kept = (blocks.low, blocks.high, blocks.total)
     run = _append_on_gpu if keys.is_cuda and is_plain(keys) else traced_append
     run(*kept, keys.detach(), starts, counts, blocks.block)
@@ -124,6 +125,11 @@ def _append_on_gpu(
         append_reference(*kept, keys, starts, counts, block)
         return
     _device().append(kept, keys, starts, counts, block)
+    count_change(kept)
+
+
+def count_change(kept: Kept) -> None:
+    """Let torch know that a kernel wrote there."""
     for each in kept:
         if not each.is_inference():  # which counts no changes
             torch.autograd.graph.increment_version(each)
@@ -140,21 +146,30 @@ def _device() -> ModuleType:
     return device
 
 
-def _check_append(blocks: KeyBlocks, keys: Tensor, starts: Tensor, counts: Tensor | None) -> None:
+def check_keys(op: str, blocks: KeyBlocks, keys: Tensor) -> None:
+    """Refuse keys that are not those of these blocks.
+
+    Raises:
+        ArgumentError: Shape, dtype or device do not fit.
+    """
     batch, heads, _, dim = blocks.low.shape
     fits = is_dense(keys) and keys.dim() == 4 and keys.dtype == blocks.low.dtype
     if not fits or keys.device != blocks.low.device:
         raise ArgumentError(
-            f"append_keys: keys {told(keys)}",
+            f"{op}: keys {told(keys)}",
             need=f"[batch, new, kv_heads, dim] of {told(blocks.low)}",
             hint="keys.to(blocks.low)",
         )
     if (keys.shape[0], *keys.shape[2:]) != (batch, heads, dim):
         raise ArgumentError(
-            f"append_keys: keys {told(keys)}",
+            f"{op}: keys {told(keys)}",
             need=f"[{batch}, new, {heads}, {dim}]",
             hint="keys.transpose(1, 2), for [batch, kv_heads, new, dim]",
         )
+
+
+def _check_places(blocks: KeyBlocks, keys: Tensor, starts: Tensor, counts: Tensor | None) -> None:
+    batch = blocks.low.shape[0]
     for name, each in (("starts", starts), ("counts", counts)):
         if each is not None:
             check_whole_numbers("append_keys", name, each, keys, (batch,))

@@ -73,6 +73,18 @@ def refused_keys(kept: Kept, keys: Tensor, block: int) -> str | None:
     return None if all(map(_in_pieces, (*kept, keys))) else _APART
 
 
+def refused_newest(kept: Kept, keys: Tensor, block: int) -> str | None:
+    """Why no kernel that scores takes in these keys too; None where one does.
+
+    Args:
+        kept: What is kept of keys, checked like all the rest.
+        keys: [batch, new, kv_heads, dim].
+        block: Tokens of a block.
+    """
+    new = keys.shape[1]
+    return f"{new} new tokens, not one" if new != 1 else refused_keys(kept, keys, block)
+
+
 _APART = "rows that are not contiguous, or do not start on 16 bytes"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from .._call import is_plain
 from .._paged import QUERY_DTYPES, check_whole_numbers, looks_at_values
 from .._product import Plan, is_dense, is_hopper, told
 from . import reference
-from .dispatch import register_on_gpu, run_reference, traced
-from .key_blocks import KeyBlocks
-from .layout import refused_scores
+from .dispatch import append_and_score, register_on_gpu, run_reference, traced, traced_both
+from .key_blocks import KeyBlocks, check_keys, count_change
+from .layout import refused_newest, refused_scores
 from .plan import KINDS
 
 
@@ -46,6 +47,7 @@ def score_blocks(
     kind: str = "bound",
     scale: float | None = None,
     per_head: bool = False,
+    keys: Tensor | None = None,
 ) -> Tensor:
     """Score the blocks of keys of each sequence for one query a head.
 
@@ -63,6 +65,11 @@ def score_blocks(
         scale: Of q.k, positive; None: 1 / sqrt(dim).
         per_head: A score for each query head; else one for each head of keys: the largest part
             of its mass that a query head may have there, as a logarithm.
+        keys: [batch, new, kv_heads, dim] in the dtype of `blocks.low`: the last tokens of each
+            sequence, which `lengths` count. They are taken in first, in place and bit for bit as
+            `append_keys(blocks, keys, lengths - new)` does, by the same launch where it is one
+            token and rows start on 16 bytes. A sequence of fewer tokens has the last of them. None:
+            `blocks` know all tokens.
 
     Returns:
         float32 [batch, kv_heads or heads, blocks]; -inf behind the end of a sequence.
@@ -83,17 +90,29 @@ def score_blocks(
     check_kind("score_blocks", kind)
     factor = checked_blocks("score_blocks", q, blocks, lengths, scale)
     kept = [blocks.low, blocks.high, blocks.total]
-    run = _run_on_gpu if q.is_cuda and is_plain(q) else traced
-    return run(q.detach(), kept, lengths, blocks.block, kind, factor, per_head)
+    asked = (lengths, blocks.block, kind, factor, per_head)
+    on_gpu = q.is_cuda and is_plain(q, keys)
+    if keys is None:
+        return (_run_on_gpu if on_gpu else traced)(q.detach(), kept, *asked)
+    check_keys("score_blocks", blocks, keys)
+    run = _run_both_on_gpu if on_gpu else traced_both
+    return run(q.detach(), kept, keys.detach(), *asked)
 
 
-def explain_scores(q: Tensor, blocks: KeyBlocks, kind: str = "bound") -> Plan:
+def explain_scores(
+    q: Tensor, blocks: KeyBlocks, kind: str = "bound", keys: Tensor | None = None
+) -> Plan:
     """What `score_blocks` runs for these arguments, and why.
 
     Args:
         q: As there; only its shape, dtype and device are looked at.
         blocks: As there.
         kind: As there.
+        keys: As there.
+
+    Returns:
+        A plan named "kernel" where one launch does all, "in turn" where `append_keys` is another,
+        else "reference".
 
     Raises:
         ArgumentError: There is no such kind.
@@ -106,9 +125,13 @@ def explain_scores(q: Tensor, blocks: KeyBlocks, kind: str = "bound") -> Plan:
     check_kind("score_blocks", kind)
     if not q.is_cuda or not is_hopper(q.get_device()):
         return Plan("score_blocks", "reference", f"{q.device} is no Hopper GPU")
-    why = refused_scores(q, (blocks.low, blocks.high, blocks.total), blocks.block, kind)
+    kept = (blocks.low, blocks.high, blocks.total)
+    why = refused_scores(q, kept, blocks.block, kind)
     if why:
         return Plan("score_blocks", "reference", why)
+    why = None if keys is None else refused_newest(kept, keys, blocks.block)
+    if why:
+        return Plan("score_blocks", "in turn", f"keys are taken in by append_keys: {why}")
     return Plan("score_blocks", "kernel", "one launch reads what is kept of each block once")
 
 
@@ -131,7 +154,24 @@ def _run_on_gpu(
     return found
 
 
+def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> Tensor:
+    """One launch where a kernel takes these keys; `asked` is what `_run_on_gpu` takes then."""
+    lengths, block, kind, scale, per_head = asked
+    low, high, total = kept
+    refused = refused_scores(q, (low, high, total), block, kind) or refused_newest(
+        (low, high, total), keys, block
+    )
+    if refused or not is_hopper(q.get_device()):
+        return append_and_score(q, kept, keys, *asked)
+    device = _device()
+    wanted = device.Wanted(kind, scale, per_head, keys)
+    found: Tensor = device.run(q, (low, high, total), lengths, block, wanted)
+    count_change((low, high, total))
+    return found
+
+
 register_on_gpu("score_blocks", _run_on_gpu)
+register_on_gpu("append_score_blocks", _run_both_on_gpu)
 
 
 @cache

@@ -46,12 +46,14 @@ class Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "low", "high", "total", "lengths", "scores")),
+        ("keys", ctypes.c_void_p),
         *((f"low_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
         *((f"high_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
         *((f"total_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
+        *((f"key_{name}", ctypes.c_int64) for name in ("batch", "head")),
         *((name, ctypes.c_uint32) for name in ("blocks", "block", "kv_heads", "group")),
         *((name, ctypes.c_uint32) for name in ("q_type", "per_head")),
-        *((name, ctypes.c_uint32) for name in ("ask_first", "ask_later")),
+        *((name, ctypes.c_uint32) for name in ("ask_first", "ask_later", "key_type")),
         ("scale", ctypes.c_float),
         ("slack", ctypes.c_float),
     )
@@ -127,7 +129,9 @@ class Shape:
         """Shared memory of a block, as `struct Smem` of rows.cuh has it."""
         most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
         parts = 2 * MOST_GROUP * CLUSTERS[-1]
-        return 4 * (most * self.dim + 3 * MOST_GROUP + parts + 4 + _SCORES)
+        # Of the newest key: itself, least, largest and sum.
+        newest = (3 * (4 if self.dtype == "float32" else 2) + 4) * self.dim + 16
+        return 4 * (most * self.dim + 3 * MOST_GROUP + parts + 4 + _SCORES) + newest
 
     @property
     def choose_bytes(self) -> int:

@@ -13,17 +13,19 @@ constexpr u32 kAll = 0xFFFFFFFF, kEntries = 8;
 constexpr float kLeast = 0x1p-126f;  // what products of tiny numbers may lose, added to the slack
 
 struct Args {
-  const u8* q;    // [batch, kv_heads, group, dim]
-  const u8* low;  // [batch, kv_heads, blocks, dim], by strides in entries, like high and total
-  const u8* high;
-  const u8* total;
+  const u8* q;  // [batch, kv_heads, group, dim]
+  u8* low;      // [batch, kv_heads, blocks, dim], by strides in entries, like high and total
+  u8* high;
+  u8* total;
   const int* lengths;  // [batch]
   float* scores;       // [batch, kv_heads, blocks], or [batch, kv_heads, group, blocks]
+  const u8* keys;      // [batch, kv_heads, dim], by strides: the newest ones, taken in; or null
   long long low_batch, low_head, low_block, high_batch, high_head, high_block;
-  long long total_batch, total_head, total_block;
+  long long total_batch, total_head, total_block, key_batch, key_head;
   u32 blocks, block, kv_heads, group;
   u32 q_type, per_head;
   u32 ask_first, ask_later;  // whether rows are asked for before they are loaded (starts.py)
+  u32 key_type;              // of keys, low and high, as q_type has it
   float scale, slack;
 };
 
@@ -39,14 +41,30 @@ struct Facts {
   static constexpr float kOfQuery = kRange ? 0.5f : 1.0f, kOfMean = kRange ? 2.0f : 1.0f;
 };
 
+// The newest key of the sequence, and what is kept of its block with it, as they are stored.
+template <class C>
+struct Newest {
+  static constexpr u32 kRow = C::kDim * Facts<C>::kBytes;
+  alignas(16) u8 key[kRow];
+  alignas(16) u8 low[kRow];
+  alignas(16) u8 high[kRow];
+  alignas(16) float total[C::kDim];
+  u32 taken, unused[3];
+};
+
 template <class C>
 struct Smem {
   alignas(16) float q[Facts<C>::kMost][C::kDim];
   float top[16], sum[16];  // of each query head, over this block's rows
   float whole[16];
-  alignas(16) float parts[16][16][2];    // of every block of the cluster: largest scores and sums
-  alignas(16) u64 parts_are_there;       // a barrier
+  alignas(16) float parts[16][16][2];  // of every block of the cluster: largest scores and sums
+  alignas(16) u64 parts_are_there;     // a barrier
+  Newest<C> newest;
   alignas(16) float scores[C::kScores];  // [query head][row]
+};
+
+struct alignas(16) FourWords {
+  u32 of[4];
 };
 
 // What a block of threads knows of its rows. They come in pieces of kStep, which the blocks of the
@@ -59,6 +77,7 @@ struct Rows {
   u32 count;       // rows of the sequence
   u32 own;         // and of them this block's
   u32 tokens;      // of the last row of the sequence
+  u32 newest;      // this block's row that takes in the newest key, or kAll
 };
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
@@ -88,6 +107,7 @@ __device__ __forceinline__ Rows rows_of(const Args& a, u32 rank, u32 size) {
   r.size = size;
   r.room = C::kScores / a.group / Facts<C>::kStep * Facts<C>::kStep;
   r.count = a.blocks;  // until the length is known
+  r.newest = kAll;
   return r;
 }
 

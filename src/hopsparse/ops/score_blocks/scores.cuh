@@ -1,6 +1,7 @@
 // Scores of blocks of keys in shared memory, and what takes a head's share of them: the text that
 // both kernels have, the one that writes scores and the one that chooses by them.
 #pragma once
+#include "./newest.cuh"
 #include "./rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -148,15 +149,16 @@ __device__ __forceinline__ void load_rows(Raw<C> (&raw)[C::kRows], const Args& a
 template <class C>
 __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
                                       Raw<C> (&now)[C::kRows], u32 begin, u32 end) {
-  constexpr u32 kStep = Facts<C>::kStep, kOfWarp = Facts<C>::kTeams * C::kRows;
+  constexpr u32 kStep = Facts<C>::kStep;
   const float whole = Facts<C>::kOfMean / static_cast<float>(a.block);
   const float last = Facts<C>::kOfMean / static_cast<float>(max(r.tokens, 1u));
   const u32 team = threadIdx.x / Facts<C>::kLanes * C::kRows;
 #pragma unroll 1
-  for (u32 first = begin; first + threadIdx.x / 32 * kOfWarp < end; first += kStep) {
+  for (u32 first = begin; first + threadIdx.x / 32 * kOfWarp<C> < end; first += kStep) {
     Raw<C> next[C::kRows];
     load_rows<C>(next, a, r, first + kStep);
     if (a.ask_later) prefetch_rows<C, 1>(a, r, first + C::kAhead * kStep);
+    put_newest<C>(now, s, a, r, first + threadIdx.x / 32 * kOfWarp<C>);
     const u32 row = row_at<C>(r, first) + team;
     Row<C> rows[C::kRows];
 #pragma unroll

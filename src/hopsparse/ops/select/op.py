@@ -74,7 +74,7 @@ def select(
     for name, value in (("sink", sink), ("recent", recent)):
         check_count(name, value)
     width = width_of(k, most, columns)
-    by, limits, number = _limit(top_p, threshold, scores)
+    by, limits, number = limit_of(top_p, threshold, scores)
     ks, k_of_all = row_numbers("k", k, scores, torch.int32)
     ns, _ = row_numbers("lengths", columns if lengths is None else lengths, scores, torch.int32)
     flat = scores.detach().reshape(rows.numel(), columns).contiguous()
@@ -84,8 +84,12 @@ def select(
     return indices.view(*rows, width), counts.view(rows)
 
 
-def _limit(top_p: Any, threshold: Any, scores: Tensor) -> tuple[str, Tensor | None, float]:
-    """What ends a row besides k: how, with a number for each row or one for all."""
+def limit_of(top_p: Any, threshold: Any, scores: Tensor) -> tuple[str, Tensor | None, float]:
+    """What ends a row besides k: how, with a number for each row or one for all.
+
+    Raises:
+        ArgumentError: Both, or numbers that fit no row.
+    """
     if top_p is not None and threshold is not None:
         raise ArgumentError(
             "select: top_p and threshold together", need="one of the two", hint="top_p alone"

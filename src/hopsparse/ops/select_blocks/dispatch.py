@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..score_blocks.dispatch import append_newest
 from ..score_blocks.dispatch import traced as score
 from ..select.dispatch import traced as select
 
@@ -32,6 +33,19 @@ def run_in_turn(
     return [indices.view(batch, kv_heads, sizes[1]), counts.view(batch, kv_heads)]
 
 
+def append_in_turn(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> list[Tensor]:
+    """The same behind `append_keys`, on any device.
+
+    Args:
+        q: As for `run_in_turn`.
+        kept: As there; changed in place.
+        keys: [batch, new, kv_heads, dim], the last of each sequence.
+        asked: What `run_in_turn` takes behind `kept`.
+    """
+    append_newest(kept, keys, asked[0], asked[2])
+    return traced(q, kept, *asked)
+
+
 def row_lengths(lengths: Tensor, block: int, kv_heads: int) -> Tensor:
     """int32 [batch, kv_heads]: blocks that each sequence has."""
     there = -(-lengths.clamp(min=0) // block)
@@ -46,6 +60,10 @@ def _results(q: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
     ]
 
 
+def _results_behind(q: Tensor, kept: list[Tensor], _: Tensor, *arguments: Any) -> list[Tensor]:
+    return _results(q, kept, *arguments)
+
+
 # Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
 _LIBRARY: Any = torch.library.Library("hopsparse", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -53,11 +71,19 @@ _LIBRARY.define(
     "float scale, SymInt[] sizes) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_LIBRARY.define(
+    "append_select_blocks(Tensor q, Tensor(a!)[] kept, Tensor keys, Tensor lengths, Tensor? k, "
+    "SymInt block, str kind, float scale, SymInt[] sizes) -> Tensor[]",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 _LIBRARY.impl("select_blocks", run_in_turn, "CPU")
+_LIBRARY.impl("append_select_blocks", append_in_turn, "CPU")
 torch.library.register_fake("hopsparse::select_blocks", _results, lib=_LIBRARY)
+torch.library.register_fake("hopsparse::append_select_blocks", _results_behind, lib=_LIBRARY)
 traced: Callable[..., list[Tensor]] = torch.ops.hopsparse.select_blocks.default
+traced_both: Callable[..., list[Tensor]] = torch.ops.hopsparse.append_select_blocks.default
 
 
-def register_on_gpu(run: Callable[..., list[Tensor]]) -> None:
-    """Say what the operator runs on a GPU; its arguments are those of `run_in_turn`."""
-    _LIBRARY.impl("select_blocks", run, "CUDA")
+def register_on_gpu(name: str, run: Callable[..., list[Tensor]]) -> None:
+    """Say what an operator runs on a GPU; its arguments are those of the CPU."""
+    _LIBRARY.impl(name, run, "CUDA")

@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._call import is_plain
 from .._product import Plan, is_hopper
-from ..score_blocks.key_blocks import KeyBlocks
-from ..score_blocks.layout import refused_choice
+from ..score_blocks.key_blocks import KeyBlocks, check_keys, count_change
+from ..score_blocks.layout import refused_choice, refused_newest
 from ..score_blocks.op import check_kind, checked_blocks, score_blocks
-from ..select.op import check_count, row_numbers, select, width_of
-from .dispatch import register_on_gpu, row_lengths, run_in_turn, traced
+from ..select.op import check_count, limit_of, row_numbers, select, width_of
+from .dispatch import (
+    append_in_turn,
+    register_on_gpu,
+    row_lengths,
+    run_in_turn,
+    traced,
+    traced_both,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def select_blocks(
     *,
     kind: str = "bound",
     scale: float | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the blocks of keys that one query a head of each sequence should attend to.
 
@@ -71,6 +80,11 @@ def select_blocks(
         budget: How many blocks; a number alone is k.
         kind: "bound", "mean" or "mass", as for `score_blocks`.
         scale: Of q.k, positive; None: 1 / sqrt(dim).
+        keys: [batch, new, kv_heads, dim] in the dtype of `blocks.low`: the last tokens of each
+            sequence, which `lengths` count. They are taken in first, in place and bit for bit as
+            `append_keys(blocks, keys, lengths - new)` does, by the same launch where it is one
+            token and rows start on 16 bytes. A sequence of fewer tokens has the last of them. None:
+            `blocks` know all tokens.
 
     Returns:
         indices: int32 [batch, kv_heads, most], ascending, -1 behind the chosen ones.
@@ -89,19 +103,31 @@ def select_blocks(
         >>> q, lengths = torch.ones(1, 1, 1), torch.tensor([7]).int()
         >>> select_blocks(q, blocks, lengths, BlockBudget(2, recent=1))[0].tolist()
         [[[1, 3]]]
+        >>> newest, lengths = torch.full((1, 1, 1, 1), 5.0), torch.tensor([8]).int()
+        >>> select_blocks(q, blocks, lengths, 2, keys=newest)[0].tolist()
+        [[[1, 3]]]
+        >>> blocks.total.flatten().tolist()
+        [1.0, 12.0, 4.0, 6.0]
     """
     check_kind("select_blocks", kind)
     factor = checked_blocks("select_blocks", q, blocks, lengths, scale)
+    if keys is not None:
+        check_keys("select_blocks", blocks, keys)
     budget = budget if isinstance(budget, BlockBudget) else BlockBudget(budget)
-    if not budget.by_rank:
-        scores = score_blocks(q, blocks, lengths, kind=kind, scale=scale)
-        there = row_lengths(lengths, blocks.block, scores.shape[1])
-        asked = {each.name: getattr(budget, each.name) for each in fields(budget)}
-        return select(scores, lengths=there, **asked)
     ks, sizes = _checked_budget(budget, blocks)
+    if not budget.by_rank:
+        scores = score_blocks(q, blocks, lengths, kind=kind, scale=scale, keys=keys)
+        there = row_lengths(lengths, blocks.block, scores.shape[1])
+        given = {each.name: getattr(budget, each.name) for each in fields(budget)}
+        return select(scores, lengths=there, **given)
     kept = [blocks.low, blocks.high, blocks.total]
-    run = _run_on_gpu if q.is_cuda and is_plain(q) else traced
-    indices, counts = run(q.detach(), kept, lengths, ks, blocks.block, kind, factor, sizes)
+    asked = (lengths, ks, blocks.block, kind, factor, sizes)
+    on_gpu = q.is_cuda and is_plain(q, keys)
+    if keys is None:
+        indices, counts = (_run_on_gpu if on_gpu else traced)(q.detach(), kept, *asked)
+    else:
+        both = _run_both_on_gpu if on_gpu else traced_both
+        indices, counts = both(q.detach(), kept, keys.detach(), *asked)
     return indices, counts
 
 
@@ -110,6 +136,7 @@ def _checked_budget(budget: BlockBudget, blocks: KeyBlocks) -> tuple[Tensor | No
     for name in ("sink", "recent"):
         check_count(name, getattr(budget, name))
     rows, count = blocks.low[..., 0], blocks.low.shape[2]
+    limit_of(budget.top_p, budget.threshold, rows)  # before a key is taken in
     width = width_of(budget.k, budget.most, count)
     ks, k_of_all = row_numbers("k", budget.k, rows, torch.int32)
     sizes = [int(k_of_all), width, min(budget.sink, count), min(budget.recent, count)]
@@ -117,7 +144,11 @@ def _checked_budget(budget: BlockBudget, blocks: KeyBlocks) -> tuple[Tensor | No
 
 
 def explain_select_blocks(
-    q: Tensor, blocks: KeyBlocks, budget: int | BlockBudget, kind: str = "bound"
+    q: Tensor,
+    blocks: KeyBlocks,
+    budget: int | BlockBudget,
+    kind: str = "bound",
+    keys: Tensor | None = None,
 ) -> Plan:
     """What `select_blocks` runs for these arguments, and why.
 
@@ -126,9 +157,10 @@ def explain_select_blocks(
         blocks: As there.
         budget: As there.
         kind: As there.
+        keys: As there.
 
     Returns:
-        A plan named "kernel" where one launch does both, else "in turn".
+        A plan named "kernel" where one launch does all, else "in turn".
 
     Raises:
         ArgumentError: There is no such kind.
@@ -145,9 +177,13 @@ def explain_select_blocks(
         why = f"{q.device} is no Hopper GPU"
     kept = (blocks.low, blocks.high, blocks.total)
     why = why or refused_choice(q, kept, blocks.block, kind)
+    apart = None if keys is None else refused_newest(kept, keys, blocks.block)
+    if apart:
+        why = why or f"keys are taken in by append_keys: {apart}"
     if why:
         return Plan("select_blocks", "in turn", why)
-    return Plan("select_blocks", "kernel", "one launch scores the blocks and chooses of them")
+    takes = "" if keys is None else "takes in a key, "
+    return Plan("select_blocks", "kernel", f"one launch {takes}scores the blocks and chooses")
 
 
 def _run_on_gpu(
@@ -171,7 +207,26 @@ def _run_on_gpu(
     return found
 
 
-register_on_gpu(_run_on_gpu)
+def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> list[Tensor]:
+    """One launch where a kernel takes these keys; `asked` is what `_run_on_gpu` takes then."""
+    lengths, k, block, kind, scale, sizes = asked
+    low, high, total = kept
+    refused = (
+        refused_choice(q, (low, high, total), block, kind)
+        or refused_newest((low, high, total), keys, block)
+        or sizes[1] == 0
+    )
+    if refused or not is_hopper(q.get_device()):
+        return append_in_turn(q, kept, keys, *asked)
+    device = _device()
+    wanted, choice = device.Wanted(kind, scale, False, keys), device.Choice(k, sizes)
+    found: list[Tensor] = device.run(q, (low, high, total), lengths, block, wanted, choice)
+    count_change((low, high, total))
+    return found
+
+
+register_on_gpu("select_blocks", _run_on_gpu)
+register_on_gpu("append_select_blocks", _run_both_on_gpu)
 
 
 @cache
