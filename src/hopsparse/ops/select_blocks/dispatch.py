@@ -33,7 +33,11 @@ def run_in_turn(
     return [indices.view(batch, kv_heads, sizes[1]), counts.view(batch, kv_heads)]
 
 
-def append_in_turn(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> list[Tensor]:
+#: What an operator gives that changes its arguments: torch.compile knows no list of such.
+Lists = tuple[Tensor, Tensor]
+
+
+def append_in_turn(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> Lists:
     """The same behind `append_keys`, on any device.
 
     Args:
@@ -43,7 +47,8 @@ def append_in_turn(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> 
         asked: What `run_in_turn` takes behind `kept`.
     """
     append_newest(kept, keys, asked[0], asked[2])
-    return traced(q, kept, *asked)
+    indices, counts = traced(q, kept, *asked)
+    return indices, counts
 
 
 def row_lengths(lengths: Tensor, block: int, kv_heads: int) -> Tensor:
@@ -60,8 +65,9 @@ def _results(q: Tensor, kept: list[Tensor], *arguments: Any) -> list[Tensor]:
     ]
 
 
-def _results_behind(q: Tensor, kept: list[Tensor], _: Tensor, *arguments: Any) -> list[Tensor]:
-    return _results(q, kept, *arguments)
+def _results_behind(q: Tensor, kept: list[Tensor], _: Tensor, *arguments: Any) -> Lists:
+    indices, counts = _results(q, kept, *arguments)
+    return indices, counts
 
 
 # Written out: torch.library.custom_op finds the schema itself, in 3 ms of every import.
@@ -73,7 +79,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "append_select_blocks(Tensor q, Tensor(a!)[] kept, Tensor keys, Tensor lengths, Tensor? k, "
-    "SymInt block, str kind, float scale, SymInt[] sizes) -> Tensor[]",
+    "SymInt block, str kind, float scale, SymInt[] sizes) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("select_blocks", run_in_turn, "CPU")
@@ -81,9 +87,9 @@ _LIBRARY.impl("append_select_blocks", append_in_turn, "CPU")
 torch.library.register_fake("hopsparse::select_blocks", _results, lib=_LIBRARY)
 torch.library.register_fake("hopsparse::append_select_blocks", _results_behind, lib=_LIBRARY)
 traced: Callable[..., list[Tensor]] = torch.ops.hopsparse.select_blocks.default
-traced_both: Callable[..., list[Tensor]] = torch.ops.hopsparse.append_select_blocks.default
+traced_both: Callable[..., Lists] = torch.ops.hopsparse.append_select_blocks.default
 
 
-def register_on_gpu(name: str, run: Callable[..., list[Tensor]]) -> None:
+def register_on_gpu(name: str, run: Callable[..., Any]) -> None:
     """Say what an operator runs on a GPU; its arguments are those of the CPU."""
     _LIBRARY.impl(name, run, "CUDA")

@@ -17,6 +17,7 @@ from ..score_blocks.layout import refused_choice, refused_newest
 from ..score_blocks.op import check_kind, checked_blocks, score_blocks
 from ..select.op import check_count, limit_of, row_numbers, select, width_of
 from .dispatch import (
+    Lists,
     append_in_turn,
     register_on_gpu,
     row_lengths,
@@ -207,7 +208,7 @@ def _run_on_gpu(
     return found
 
 
-def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> list[Tensor]:
+def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -> Lists:
     """One launch where a kernel takes these keys; `asked` is what `_run_on_gpu` takes then."""
     lengths, k, block, kind, scale, sizes = asked
     low, high, total = kept
@@ -220,9 +221,9 @@ def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -
         return append_in_turn(q, kept, keys, *asked)
     device = _device()
     wanted, choice = device.Wanted(kind, scale, False, keys), device.Choice(k, sizes)
-    found: list[Tensor] = device.run(q, (low, high, total), lengths, block, wanted, choice)
+    indices, counts = device.run(q, (low, high, total), lengths, block, wanted, choice)
     count_change((low, high, total))
-    return found
+    return indices, counts
 
 
 register_on_gpu("select_blocks", _run_on_gpu)
