@@ -5,10 +5,10 @@ r"""attend_decode, and the whole step, against dense attention of torch by its f
 bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case: attend_decode over
 random lists of the budget; score_blocks, select and attend_decode in one graph; the same behind
 append_keys of the newest token, also with kernels that start before the one ahead has ended; the
-same with select_blocks, which scores and chooses in one launch; attend_decode over all tokens; and
-scaled_dot_product_attention. Keys of two caches are used in turns, so that the L2 cache holds no
-long one. Appends one JSON row a case and contender, with the bytes of keys and values that it
-reads.
+same with select_blocks, which scores and chooses in one launch, and with a select_blocks that takes
+in the newest token too; attend_decode over all tokens; and scaled_dot_product_attention. Keys of
+two caches are used in turns, so that the L2 cache holds no long one. Appends one JSON row a case
+and contender, with the bytes of keys and values that it reads.
 
 --case and --only choose what is measured, --cluster sizes of clusters of score_blocks and
 select_blocks alone:
@@ -153,18 +153,25 @@ class Step:
         def selected() -> tuple[Tensor, Tensor]:
             return select_blocks(self.q, self.blocks, self.lengths, budget)
 
+        def taken() -> tuple[Tensor, Tensor]:
+            return select_blocks(self.q, self.blocks, self.lengths, budget, keys=self.newest)
+
         step, fused = "append, score, select, attend", "append, select_blocks, attend"
+        whole = "append in select_blocks, attend"
         return {
             "attend_decode": lambda: self.attend(indices, counts),
             "score_blocks": lambda: score_blocks(self.q, self.blocks, self.lengths),
             "score, select": scored,
             "select_blocks": selected,
+            "select_blocks with the key": taken,
             "score, select, attend": lambda: self.attend(*scored()),
             "select_blocks, attend": lambda: self.attend(*selected()),
             step: lambda: self.whole(scored),
-            f"{step}, early": lambda: self.early(scored),
+            f"{step}, early": lambda: self.early(lambda: self.whole(scored)),
             fused: lambda: self.whole(selected),
-            f"{fused}, early": lambda: self.early(selected),
+            f"{fused}, early": lambda: self.early(lambda: self.whole(selected)),
+            whole: lambda: self.attend(*taken()),
+            f"{whole}, early": lambda: self.early(lambda: self.attend(*taken())),
             "attend_decode, all tokens": lambda: attend_decode(self.q, self.cache, block=PAGE),
         }
 
@@ -177,10 +184,10 @@ class Step:
         append_keys(self.blocks, self.newest, self.start)
         return self.attend(*chosen())
 
-    def early(self, chosen: Callable[[], tuple[Tensor, Tensor]]) -> object:
-        """The same by kernels that start before the one ahead has ended."""
+    def early(self, step: Callable[[], object]) -> object:
+        """By kernels that start before the one ahead has ended."""
         with self.starts_early.use():
-            return self.whole(chosen)
+            return step()
 
     def clusters(self, sizes: list[int]) -> dict[str, Callable[[], object]]:
         """score_blocks and select_blocks by clusters of these sizes."""

@@ -55,6 +55,7 @@ CHECKS = (
     "im2col no-padding bfloat16",
     "rope_append 128x5 bfloat16",
     "select_blocks 64x4-bound-ends bfloat16",
+    "select_blocks 64x4-mean-newest bfloat16",
     "hybrid_gradient 513-normal float32-int4",
 )
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")

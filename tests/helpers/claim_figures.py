@@ -12,6 +12,8 @@ from tests.helpers.claim_rows import MANY, judged, line, of, percent, ratios, us
 
 H200 = TARGETS["h200"]
 MISSING = "not measured"
+# A step whose key is taken in by the launch that scores; no row may have it yet.
+IN_ONE = ("append in select_blocks, attend",)
 
 
 def energy(dtype: str, sparsity: str) -> float:
@@ -120,15 +122,15 @@ def attention() -> dict[tuple[Any, ...], dict[str, float]]:
 
 
 def whole_step(each: dict[str, float]) -> float:
-    """The step with append_keys, as it is quickest."""
-    step = least_of(each, "append, ")
+    """The step that takes in a key, as it is quickest."""
+    step = least_of(each, "append, ", *IN_ONE)
     assert step is not None
     return step
 
 
-def least_of(each: dict[str, float], start: str) -> float | None:
+def least_of(each: dict[str, float], *starts: str) -> float | None:
     """The least time of what is called so, if anything is."""
-    return min((time for name, time in each.items() if name.startswith(start)), default=None)
+    return min((time for name, time in each.items() if name.startswith(starts)), default=None)
 
 
 def of_a_copy(case: tuple[Any, ...], each: dict[str, float], name: str, attended: int) -> float:
@@ -149,7 +151,7 @@ def attention_figures() -> list[str]:
     least = f"{percent(min(dense))} at least"
     assert min(dense) > 0.32
     large = parts[32, 32768]
-    step = least_of(steps[1, 131072], "append, select_blocks, attend")
+    step = least_of(steps[1, 131072], "append, select_blocks, attend", *IN_ONE)
     told = ("no row", MISSING) if step is None else (f"{step:.1f} us, 1 x 128K", word(31, step))
     return [
         line("C13", "dynamic over dense, 1 x 32K", "2.9 x", f"{first:.1f} x", word(first, 89 / 31)),

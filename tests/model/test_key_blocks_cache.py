@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from hopsparse import AttentionConfig, KeyBlocksCache
 from hopsparse.models import key_blocks_cache
-from hopsparse.models.key_blocks_cache import KeyBlocksLayer, blocks_of
+from hopsparse.models.key_blocks_cache import KeyBlocksLayer, blocks_of, newest_of
 from tests.helpers.tiny_models import tiny_llama, tiny_qwen3
 
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
@@ -103,6 +103,67 @@ def test_blocks_are_those_of_all_keys() -> None:
         kept, want = blocks_of(found, PAGE), key_blocks_cache.key_blocks(found, PAGE)
         for each in ("low", "high", "total"):
             assert torch.equal(getattr(kept, each), getattr(want, each))
+
+
+def test_the_newest_key_is_left_to_the_launch_that_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step of the model runs append_keys, and what is kept afterwards is that of all keys."""
+    model, calls = sparse("llama"), []
+    cache = KeyBlocksCache(config=model.config)
+    original = key_blocks_cache.append_keys
+
+    def counted(*given: Any) -> None:
+        calls.append(given[1].shape[1])
+        original(*given)
+
+    monkeypatch.setattr(key_blocks_cache, "append_keys", counted)
+    with torch.no_grad():
+        step(model, some(60), cache)
+        for _ in range(20):
+            step(model, some(1), cache)
+        assert calls == []
+        for layer in cache.layers:
+            kept = [each.clone() for each in kept_by(layer)]
+            want = key_blocks_cache.key_blocks(layer.keys, PAGE)
+            assert all(map(torch.equal, kept, (want.low, want.high, want.total)))
+            assert all(map(torch.equal, kept, kept_by(layer)))
+        # Tokens that no attention of this kind saw are taken in by the next update.
+        for layer in cache.layers:
+            layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
+        step(model, some(1), cache)
+    assert calls == [1] * len(cache.layers)
+
+
+def kept_by(layer: Any) -> list[Tensor]:
+    blocks = layer.blocks(PAGE)
+    return [blocks.low, blocks.high, blocks.total]
+
+
+def test_the_newest_key_is_handed_out_once() -> None:
+    layer = KeyBlocksLayer()
+    keys = torch.randn(2, 3, 60, 8)
+    found, _ = layer.update(keys[:, :, :40], keys[:, :, :40])
+    blocks, newest = newest_of(found, PAGE)
+    assert newest is None
+    assert blocks.low.shape[2] == 3
+    found, _ = layer.update(keys[:, :, 40:41], keys[:, :, 40:41])
+    blocks, newest = newest_of(found, PAGE)
+    assert newest is not None
+    assert torch.equal(newest, keys[:, :, 40:41].transpose(1, 2))
+    key_blocks_cache.append_keys(blocks, newest, torch.tensor([40, 40]).int())
+    assert newest_of(found, PAGE)[1] is None
+    assert torch.equal(blocks_of(found, PAGE).total, key_blocks_cache.key_blocks(found, PAGE).total)
+    # Blocks of another size, and of a tensor that no layer gave, are made of all keys.
+    found, _ = layer.update(keys[:, :, 41:42], keys[:, :, 41:42])
+    assert newest_of(found, 32)[1] is None
+    assert newest_of(found.clone(), PAGE)[1] is None
+    # Two tokens at once are taken in when blocks are asked for.
+    layer.update(keys[:, :, 42:43], keys[:, :, 42:43])
+    found, _ = layer.update(keys[:, :, 43:45], keys[:, :, 43:45])
+    blocks, newest = newest_of(found, 32)
+    assert newest is None
+    assert torch.equal(blocks.total, key_blocks_cache.key_blocks(found, 32).total)
 
 
 def cropped(cache: Any) -> None:

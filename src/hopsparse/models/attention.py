@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..ops import COMPUTE_DTYPES, PagedKV, attend_decode, attend_prefill, contiguous_pages
 from .attention_choice import choose, choose_tiles
 from .attention_config import FOREIGN, IMPLEMENTATION, AttentionConfig
-from .key_blocks_cache import blocks_of
+from .key_blocks_cache import newest_of
 
 
 def attend(
@@ -104,8 +104,8 @@ def _decode(
     """[batch, 1, heads, dim]."""
     q = query[:, :, 0]
     # A KeyBlocksCache keeps them from step to step; of any other cache keys are looked through.
-    blocks = blocks_of(key, config.page)
-    indices, counts = choose(config, q, blocks, _lengths(key), scale)
+    blocks, newest = newest_of(key, config.page)
+    indices, counts = choose(config, q, blocks, _lengths(key), scale, newest)
     cache = _pages(config, key, value)
     out, _ = attend_decode(q, cache, indices, counts, block=config.page, scale=scale)
     return out[:, None]

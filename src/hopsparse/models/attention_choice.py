@@ -29,7 +29,12 @@ def key_blocks(keys: Tensor, page: int) -> KeyBlocks:
 
 
 def choose(
-    config: AttentionConfig, q: Tensor, blocks: KeyBlocks, lengths: Tensor, scale: float
+    config: AttentionConfig,
+    q: Tensor,
+    blocks: KeyBlocks,
+    lengths: Tensor,
+    scale: float,
+    newest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks for one query of each sequence.
 
@@ -39,12 +44,15 @@ def choose(
         blocks: Of the keys.
         lengths: int32 [batch].
         scale: Of q.k.
+        newest: [batch, 1, kv_heads, dim]: keys that the blocks do not know yet, taken in; or None.
 
     Returns:
         indices [batch, kv_heads, most] and counts [batch, kv_heads], as `select` returns them.
     """
     forced = {"sink": config.sink, "recent": config.recent}
     if config.mode == "certified":
+        if newest is not None:
+            append_keys(blocks, newest, lengths - 1)
         masses = block_masses(q, blocks, lengths, scale=scale)
         most = config.blocks
         indices, counts, _ = select_certified(
@@ -53,7 +61,8 @@ def choose(
         return indices, counts
     top_p = config.top_p if config.mode == "top-p" else None
     budget = BlockBudget(config.blocks, top_p=top_p, **forced)
-    return select_blocks(q, blocks, lengths, budget, kind=config.score, scale=scale)
+    kind = config.score
+    return select_blocks(q, blocks, lengths, budget, kind=kind, scale=scale, keys=newest)
 
 
 def choose_tiles(

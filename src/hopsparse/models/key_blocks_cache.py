@@ -4,7 +4,8 @@ transformers gives a function of attention keys and nothing else; here it finds 
 cache by the tensor that the layer returned. A layer takes in the keys of a step where what it knows
 is of the keys that it has: it remembers which tensor those were, and at which version. Whatever
 crops, reorders, repeats, moves or resets a cache puts another tensor there or changes that one, and
-blocks are then made anew from all keys.
+blocks are then made anew from all keys. Keys wait until blocks are asked for: those of one token
+are then taken in by the launch that scores.
 """
 
 from __future__ import annotations
@@ -32,24 +33,27 @@ class KeyBlocksLayer(DynamicLayer):  # type: ignore[misc]
         self._kept: KeyBlocks | None = None
         self._of: Tensor | None = None
         self._version: int | None = None
+        self._waiting = 0  # last tokens that blocks do not know yet
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take in keys and values [batch, kv_heads, new, dim]; all of them are returned."""
         before = self.keys if self.is_initialized else None
-        known = self._kept is not None and self._knows(before)
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        found: tuple[Tensor, Tensor]
         if torch.compiler.is_compiling():
             self._kept = self._of = None
-            return keys, values
-        if known and before is not None:
-            self._take_in(keys, before.shape[2])
+            found = super().update(key_states, value_states, *args, **kwargs)
+            return found
+        if before is not None and self._kept is not None and self._knows(before):
+            self._take_in(before)
         else:
             self._kept = None
-        self._of, self._version = keys, _version_of(keys)
-        _LAYERS[keys] = weakref.ref(self)
-        return keys, values
+        found = super().update(key_states, value_states, *args, **kwargs)
+        self._waiting = key_states.shape[2]
+        self._of, self._version = found[0], _version_of(found[0])
+        _LAYERS[found[0]] = weakref.ref(self)
+        return found
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -58,10 +62,28 @@ class KeyBlocksLayer(DynamicLayer):  # type: ignore[misc]
 
     def blocks(self, page: int) -> KeyBlocks:
         """What is kept of the keys of all tokens, in blocks of `page`."""
+        if self._is_of(page):
+            self._take_in(self.keys)
         kept = self._kept
-        if kept is None or kept.block != page or not self._knows(self.keys):
+        if kept is None or not self._is_of(page):
             kept = self._kept = key_blocks(self.keys, page)
-            self._of, self._version = self.keys, _version_of(self.keys)
+            self._of, self._version, self._waiting = self.keys, _version_of(self.keys), 0
+        return self._in_use(kept)
+
+    def newest(self, page: int) -> tuple[KeyBlocks, Tensor | None]:
+        """The same, and keys [batch, 1, kv_heads, dim] that the caller has to take in, or None."""
+        kept = self._with_room() if self._is_of(page) and self._waiting == 1 else None
+        if kept is None:
+            return self.blocks(page), None
+        self._waiting = 0
+        return self._in_use(kept), self.keys[:, :, -1:].transpose(1, 2)
+
+    def _is_of(self, page: int) -> bool:
+        """Whether there are blocks of that size, of the keys that the layer has."""
+        return self._kept is not None and self._kept.block == page and self._knows(self.keys)
+
+    def _in_use(self, kept: KeyBlocks) -> KeyBlocks:
+        page = kept.block
         # As many as there would be if they were made now; there is room for more.
         count = -(-self.keys.shape[2] // page)
         low, high, total = (each[:, :, :count] for each in (kept.low, kept.high, kept.total))
@@ -71,17 +93,26 @@ class KeyBlocksLayer(DynamicLayer):  # type: ignore[misc]
         """Whether blocks are those of these keys."""
         return keys is not None and keys is self._of and _version_of(keys) == self._version
 
-    def _take_in(self, keys: Tensor, start: int) -> None:
-        """The tokens from `start` on."""
+    def _take_in(self, keys: Tensor) -> None:
+        """Those that wait, which are the last."""
+        kept = self._with_room() if self._waiting else None
+        if kept is None:
+            return
+        start = keys.shape[2] - self._waiting
+        starts = torch.full((keys.shape[0],), start, dtype=torch.int32, device=keys.device)
+        append_keys(kept, keys[:, :, start:].transpose(1, 2), starts)
+        self._waiting = 0
+
+    def _with_room(self) -> KeyBlocks | None:
+        """Blocks with room for the keys that the layer has; None if nobody may write there."""
         kept = self._kept
         assert kept is not None
         if kept.low.is_inference() and not torch.is_inference_mode_enabled():
             self._kept = None  # torch lets nobody write there any more
-            return
-        if keys.shape[2] > kept.tokens:
-            self._kept = kept = _roomier(kept, keys.shape[2])
-        starts = torch.full((keys.shape[0],), start, dtype=torch.int32, device=keys.device)
-        append_keys(kept, keys[:, :, start:].transpose(1, 2), starts)
+            return None
+        if self.keys.shape[2] > kept.tokens:
+            self._kept = kept = _roomier(kept, self.keys.shape[2])
+        return kept
 
 
 class KeyBlocksCache(DynamicCache):  # type: ignore[misc]
@@ -120,6 +151,23 @@ def blocks_of(keys: Tensor, page: int) -> KeyBlocks:
     held = _LAYERS.get(keys)
     layer = None if held is None else held()
     return key_blocks(keys, page) if layer is None or layer.keys is not keys else layer.blocks(page)
+
+
+def newest_of(keys: Tensor, page: int) -> tuple[KeyBlocks, Tensor | None]:
+    """The same, and keys [batch, 1, kv_heads, dim] of the newest token, which it does not know yet.
+
+    The caller has to take these in, as `select_blocks` does; None if there are none.
+
+    Args:
+        keys: [batch, kv_heads, tokens, dim].
+        page: Tokens of a block.
+    """
+    held = _LAYERS.get(keys)
+    layer = None if held is None else held()
+    if layer is None or layer.keys is not keys:
+        return key_blocks(keys, page), None
+    found: tuple[KeyBlocks, Tensor | None] = layer.newest(page)
+    return found
 
 
 def _version_of(keys: Tensor) -> int | None:

@@ -81,11 +81,8 @@ def select_blocks(
         budget: How many blocks; a number alone is k.
         kind: "bound", "mean" or "mass", as for `score_blocks`.
         scale: Of q.k, positive; None: 1 / sqrt(dim).
-        keys: [batch, new, kv_heads, dim] in the dtype of `blocks.low`: the last tokens of each
-            sequence, which `lengths` count. They are taken in first, in place and bit for bit as
-            `append_keys(blocks, keys, lengths - new)` does, by the same launch where it is one
-            token and rows start on 16 bytes. A sequence of fewer tokens has the last of them. None:
-            `blocks` know all tokens.
+        keys: [batch, new, kv_heads, dim], the last tokens of each sequence, counted by `lengths`:
+            taken in first, in place, as for `score_blocks`; None: `blocks` know all tokens.
 
     Returns:
         indices: int32 [batch, kv_heads, most], ascending, -1 behind the chosen ones.
@@ -104,11 +101,9 @@ def select_blocks(
         >>> q, lengths = torch.ones(1, 1, 1), torch.tensor([7]).int()
         >>> select_blocks(q, blocks, lengths, BlockBudget(2, recent=1))[0].tolist()
         [[[1, 3]]]
-        >>> newest, lengths = torch.full((1, 1, 1, 1), 5.0), torch.tensor([8]).int()
-        >>> select_blocks(q, blocks, lengths, 2, keys=newest)[0].tolist()
+        >>> newest = torch.full((1, 1, 1, 1), 5.0)
+        >>> select_blocks(q, blocks, lengths + 1, 2, keys=newest)[0].tolist()
         [[[1, 3]]]
-        >>> blocks.total.flatten().tolist()
-        [1.0, 12.0, 4.0, 6.0]
     """
     check_kind("select_blocks", kind)
     factor = checked_blocks("select_blocks", q, blocks, lengths, scale)
@@ -118,18 +113,26 @@ def select_blocks(
     ks, sizes = _checked_budget(budget, blocks)
     if not budget.by_rank:
         scores = score_blocks(q, blocks, lengths, kind=kind, scale=scale, keys=keys)
-        there = row_lengths(lengths, blocks.block, scores.shape[1])
-        given = {each.name: getattr(budget, each.name) for each in fields(budget)}
-        return select(scores, lengths=there, **given)
+        return _selected(scores, row_lengths(lengths, blocks.block, scores.shape[1]), budget)
+    return _by_rank(q, blocks, keys, (lengths, ks, blocks.block, kind, factor, sizes))
+
+
+def _by_rank(
+    q: Tensor, blocks: KeyBlocks, keys: Tensor | None, asked: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """By one operator; `asked` is what it takes behind what is kept, and behind keys."""
     kept = [blocks.low, blocks.high, blocks.total]
-    asked = (lengths, ks, blocks.block, kind, factor, sizes)
     on_gpu = q.is_cuda and is_plain(q, keys)
-    if keys is None:
-        indices, counts = (_run_on_gpu if on_gpu else traced)(q.detach(), kept, *asked)
-    else:
-        both = _run_both_on_gpu if on_gpu else traced_both
-        indices, counts = both(q.detach(), kept, keys.detach(), *asked)
+    if keys is not None:
+        run = _run_both_on_gpu if on_gpu else traced_both
+        return run(q.detach(), kept, keys.detach(), *asked)
+    indices, counts = (_run_on_gpu if on_gpu else traced)(q.detach(), kept, *asked)
     return indices, counts
+
+
+def _selected(scores: Tensor, there: Tensor, budget: BlockBudget) -> tuple[Tensor, Tensor]:
+    given = {each.name: getattr(budget, each.name) for each in fields(budget)}
+    return select(scores, lengths=there, **given)
 
 
 def _checked_budget(budget: BlockBudget, blocks: KeyBlocks) -> tuple[Tensor | None, list[int]]:
