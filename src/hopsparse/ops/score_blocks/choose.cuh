@@ -1,12 +1,12 @@
 // select_blocks: scores of blocks of keys, and the best of them, in one launch; ascending indices.
 //
-// Scores come about as in kernel.cuh, bit for bit. Then every block of the cluster sends the ranks
-// of its rows, 32 bits in the order of the scores, to the first one, which has them all (a sequence
-// of 131,072 tokens is 2,048 blocks of 64) and finds the last rank that is chosen by counts of
-// digits, at most four times 8 bits, as `select` does: exactly, and the same whatever the order.
-// It stops as soon as all ranks of a digit are chosen. Every warp looks through the counts itself,
-// so that a digit costs one barrier of one block. Distributed passes over parts in place, as select
-// makes them over longer rows, would each wait for a barrier of the cluster.
+// Scores come about as in kernel.cuh, bit for bit, with the newest key or without. Then every block
+// of the cluster sends the ranks of its rows, 32 bits in the order of the scores, to the first one,
+// which has them all (a sequence of 131,072 tokens is 2,048 blocks of 64) and finds the last rank
+// that is chosen by counts of digits, at most four times 8 bits, as `select` does: exactly, and the
+// same whatever the order. It stops as soon as all ranks of a digit are chosen. Every warp looks
+// through the counts itself, so that a digit costs one barrier of one block. Passes over parts in
+// place, as select makes them over longer rows, would each wait for a barrier of the cluster.
 //
 // Bound: the bytes of kernel.cuh, and the latency of two messages and some six barriers of a block.
 // Measured on an H200 by bound: 7.6, 13.8, 12.1 and 30.8 us, when every launch asked for rows ahead

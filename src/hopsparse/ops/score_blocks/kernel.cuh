@@ -9,7 +9,8 @@
 // |c| + half range is the larger of |low| and |high|. Twice c and e are taken, and half of q.
 // Scores stay in shared memory; where they shall be parts of a head's mass, the log of its sum is
 // made by warps, then blocks, which send their parts to one another's shared memory, always in the
-// same order. Rows that no memory has room for are scored a second time.
+// same order. Rows that no memory has room for are scored a second time. The newest key of a
+// sequence may be taken in on the way (newest.cuh).
 //
 // Bound: bytes of low and high (bound), of sums in float32 (mean), of both (mass). bfloat16, 8
 // heads of 128, blocks of 64, 4.35 TB/s, by bound or mean: 1 x 32K 2.1 MB, 0.5 us; 1 x 128K 8.4 MB,

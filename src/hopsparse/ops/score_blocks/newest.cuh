@@ -17,6 +17,12 @@ namespace score_blocks {
 template <class C>
 constexpr u32 kOfWarp = Facts<C>::kTeams * C::kRows;
 
+// The warp that scores this block's row `own`.
+template <class C>
+__device__ __forceinline__ u32 warp_of(u32 own) {
+  return own % Facts<C>::kStep / kOfWarp<C>;
+}
+
 // Bytes of an entry of keys, low and high. By mean the kernel is made for none of them.
 template <class C>
 __device__ __forceinline__ u32 key_bytes(const Args& a) {
@@ -38,7 +44,7 @@ __device__ __forceinline__ void begin_newest(Smem<C>& s, const Args& a, Rows& r,
   const bool fits = tokens > 0 && static_cast<u64>(tokens) <= u64(a.blocks) * a.block;
   if (!a.keys || !fits || (pieces - 1) % r.size != r.rank) return;
   r.newest = r.own - 1;
-  if (r.newest % Facts<C>::kStep / kOfWarp<C> != threadIdx.x / 32) return;
+  if (warp_of<C>(r.newest) != threadIdx.x / 32) return;
   Newest<C>& n = s.newest;
   const u32 lane = threadIdx.x % 32, bytes = key_bytes<C>(a), row = C::kDim * bytes;
   const u8* key = a.keys + (blockIdx.z * a.key_batch + blockIdx.y * a.key_head) * bytes;
@@ -63,13 +69,14 @@ __device__ __forceinline__ void begin_newest(Smem<C>& s, const Args& a, Rows& r,
 // Folds the key in. A lane has kDim / 32 neighbouring entries.
 template <class C, Type T>
 __device__ __forceinline__ void take(Newest<C>& n, const Args& a, const Rows& r) {
-  constexpr u32 kEach = C::kDim / 32;
+  // By mean there are three of these loops, and as many registers as there may be.
+  constexpr u32 kEach = C::kDim / 32, kAtOnce = Facts<C>::kRange ? kEach : 1;
   const u32 first = threadIdx.x % 32 * kEach;
   const long long low_at = last_row(r, a.low_batch, a.low_head, a.low_block) + first;
   const long long high_at = last_row(r, a.high_batch, a.high_head, a.high_block) + first;
   const long long total_at = last_row(r, a.total_batch, a.total_head, a.total_block) + first;
   const bool anew = r.tokens == 1;
-#pragma unroll
+#pragma unroll kAtOnce
   for (u32 i = 0; i < kEach; ++i) {
     const u32 at = first + i;
     float low = anew ? infinity() : load_value<T>(n.low, at);
@@ -85,8 +92,12 @@ __device__ __forceinline__ void take(Newest<C>& n, const Args& a, const Rows& r)
   }
 }
 
+// By the warp that has the row, the first time that it comes there.
 template <class C>
 __device__ __forceinline__ void take_newest(Newest<C>& n, const Args& a, const Rows& r) {
+  if (n.taken != 0) return;
+  wait_copies<0>();
+  __syncwarp();
   if constexpr (Facts<C>::kRange) {
     take<C, C::kType>(n, a, r);
   } else if (a.key_type == 0) {
@@ -96,6 +107,8 @@ __device__ __forceinline__ void take_newest(Newest<C>& n, const Args& a, const R
   } else {
     take<C, Type::f32>(n, a, r);
   }
+  if (threadIdx.x % 32 == 0) n.taken = 1;
+  __syncwarp();
 }
 
 __device__ __forceinline__ void read_words(u32 (&words)[4], const void* from) {
@@ -129,13 +142,7 @@ __device__ __forceinline__ void put_newest(Raw<C> (&rows)[C::kRows], Smem<C>& s,
                                            const Rows& r, u32 first) {
   const u32 at = r.newest - first;
   if (at >= kOfWarp<C>) return;
-  if (s.newest.taken == 0) {
-    wait_copies<0>();
-    __syncwarp();
-    take_newest<C>(s.newest, a, r);
-    if (threadIdx.x % 32 == 0) s.newest.taken = 1;
-    __syncwarp();
-  }
+  take_newest<C>(s.newest, a, r);
   const u32 own = threadIdx.x % 32 / Facts<C>::kLanes * C::kRows;
 #pragma unroll
   for (int j = 0; j < C::kRows; ++j) {
