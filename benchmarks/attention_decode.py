@@ -6,7 +6,8 @@ bfloat16, 32 query heads, 8 of keys, dim 128, pages of 64. Contenders of a case:
 random lists of the budget; score_blocks, select and attend_decode in one graph; the same behind
 append_keys of the newest token, also with kernels that start before the one ahead has ended; the
 same with select_blocks, which scores and chooses in one launch, and with a select_blocks that takes
-in the newest token too; attend_decode over all tokens; and scaled_dot_product_attention. Keys of
+in the newest token too; both behind rope_append, which puts key and value into the cache, as a
+layer of a model has it; attend_decode over all tokens; and scaled_dot_product_attention. Keys of
 two caches are used in turns, so that the L2 cache holds no long one. Appends one JSON row a case
 and contender, with the bytes of keys and values that it reads.
 
@@ -38,6 +39,7 @@ from hopsparse.ops import (
     append_keys,
     attend_decode,
     contiguous_pages,
+    rope_append,
     score_blocks,
     select_blocks,
 )
@@ -139,6 +141,10 @@ class Step:
         append_keys(self.blocks, keys.transpose(1, 2), torch.zeros_like(self.lengths))
         self.newest, self.start = keys[:, :, -1:].transpose(1, 2), self.lengths - 1
         self.starts_early = EarlyStarts()
+        angle = torch.rand(1, 1, DIM, device="cuda") * 6
+        self.turns = (angle.cos().to(keys.dtype), angle.sin().to(keys.dtype))
+        self.qkv = torch.randn(batch, 1, (HEADS + 2 * KV_HEADS) * DIM, device="cuda").to(keys.dtype)
+        self.room = (keys, values)
 
     def contenders(self) -> dict[str, Callable[[], object]]:
         """attend_decode over lists; with scores and selection; all of a step; over all tokens."""
@@ -172,6 +178,10 @@ class Step:
             f"{fused}, early": lambda: self.early(lambda: self.whole(selected)),
             whole: lambda: self.attend(*taken()),
             f"{whole}, early": lambda: self.early(lambda: self.attend(*taken())),
+            f"rope_append, {fused}, early": lambda: self.early(lambda: self.layer(budget)),
+            f"rope_append, {whole}, early": lambda: self.early(
+                lambda: self.layer(budget, self.newest)
+            ),
             "attend_decode, all tokens": lambda: attend_decode(self.q, self.cache, block=PAGE),
         }
 
@@ -183,6 +193,14 @@ class Step:
         """With the newest token taken in."""
         append_keys(self.blocks, self.newest, self.start)
         return self.attend(*chosen())
+
+    def layer(self, budget: BlockBudget, keys: Tensor | None = None) -> object:
+        """Behind what puts the newest key and value into the cache; `keys`: in the launch."""
+        q = rope_append(self.qkv, self.turns, self.room, self.lengths)[:, 0]
+        if keys is None:
+            append_keys(self.blocks, self.newest, self.start)
+        lists = select_blocks(q, self.blocks, self.lengths, budget, keys=keys)
+        return attend_decode(q, self.cache, *lists, block=PAGE)
 
     def early(self, step: Callable[[], object]) -> object:
         """By kernels that start before the one ahead has ended."""
