@@ -3,12 +3,13 @@
     PYTHONPATH=src python benchmarks/attention_scores.py --out attention_scores.jsonl
 
 bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
-bound, mean and mass, by bound with clusters of every size; append_keys of one token a sequence;
+bound, mean and mass, by bound with clusters of every size, and by bound with every choice of what
+is asked for ahead of the loads; append_keys of one token a sequence;
 and append, score and select in a row, also with launches that start before the kernel ahead has
 ended; the same with select_blocks, which scores and chooses in one launch; and select_blocks alone
-with clusters of every size. Calls work on copies of the blocks in turns, so that the L2 cache holds
-none of them. Scores and lists are checked against the reference first. Appends one JSON row a case
-and contender, with the time that the bytes take at 4.35 TB/s.
+with clusters of every size; --only says which. Calls work on copies of the blocks in turns, so that
+the L2 cache holds none of them. Scores and lists are checked against the reference first. Appends
+one JSON row a case and contender, with the time that the bytes take at 4.35 TB/s.
 """
 
 from __future__ import annotations
@@ -35,12 +36,20 @@ from hopsparse.ops import (
 )
 from hopsparse.ops.score_blocks import choose, plan, reference
 from hopsparse.ops.score_blocks.device import Wanted, enqueue
+from hopsparse.ops.score_blocks.starts import Asks
 
 HEADS, KV_HEADS, DIM, BLOCK, BUDGET = 32, 8, 128, 64, 2048
 CASES = ((1, 32_768), (1, 131_072), (8, 32_768), (8, 131_072), (32, 32_768))
 FLOOR_TBPS = 4.35
 #: Bytes of an entry that scores of a kind read.
 ENTRY_BYTES = {"bound": 4, "mean": 4, "mass": 8}
+
+#: What may be asked of the L2 cache before it is loaded: the first pieces, and later ones.
+ASKS = {
+    "asks nothing": Asks(first=False, later=False),
+    "asks first": Asks(first=True, later=False),
+    "asks all": Asks(first=True, later=True),
+}
 
 Call = Callable[[], object]
 
@@ -66,6 +75,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--case", action="append", help="1x32768; repeatable; all if left out")
+    parser.add_argument(
+        "--only", action="append", help="part of the names of contenders; repeatable"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1")
@@ -74,7 +86,7 @@ def main() -> None:
         parser.error(f"--case {options.case}: of {', '.join(named)}")
     facts = record.environment(gpu())
     for batch, context in (named[name] for name in options.case or named):
-        for row in measured(batch, context, options.rounds):
+        for row in measured(batch, context, options.rounds, options.only):
             told = "refused" if row["us"] is None else f"{row['us']:8.2f} us"
             print(
                 f"{batch:>3} x {context:<8} {row['contender']:<32} {told}, "
@@ -83,14 +95,15 @@ def main() -> None:
             record.append(options.out, facts | row)
 
 
-def measured(batch: int, context: int, rounds: int) -> list[record.Row]:
-    """Rows of one case."""
+def measured(batch: int, context: int, rounds: int, only: list[str] | None) -> list[record.Row]:
+    """Rows of one case, of contenders whose names have some of these parts."""
     made = inputs(batch, context)
     check(made[0])
     entries = batch * KV_HEADS * (context // BLOCK) * DIM
     contenders = [
         *((scored(kind, made), entries * ENTRY_BYTES[kind]) for kind in plan.KINDS),
         *((clustered(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
+        *((asking(name, made), entries * ENTRY_BYTES["bound"]) for name in ASKS),
         (appended(made), 0),
         *(
             (in_a_row(fused, early, made), entries * ENTRY_BYTES["bound"])
@@ -98,6 +111,9 @@ def measured(batch: int, context: int, rounds: int) -> list[record.Row]:
             for early in (False, True)
         ),
         *((chosen(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
+    ]
+    contenders = [
+        each for each in contenders if only is None or any(part in each[0].name for part in only)
     ]
     timings = time_side_by_side([each for each, _ in contenders], rounds=rounds)
     return [
@@ -158,14 +174,24 @@ def scored(kind: str, made: list[Inputs]) -> Contender:
 
 def clustered(size: int, made: list[Inputs]) -> Contender:
     """By bound, with clusters of a given size."""
+    return bounds(f"clusters of {size}", made, size, None)
+
+
+def asking(name: str, made: list[Inputs]) -> Contender:
+    """By bound, with clusters as they are chosen, whether it pays or not."""
+    return bounds(name, made, None, ASKS[name])
+
+
+def bounds(name: str, made: list[Inputs], size: int | None, asks: Asks | None) -> Contender:
+    """By bound, with clusters and requests that are told."""
     wanted = Wanted("bound", reference.default_scale(DIM), False)
     shape = (*made[0].blocks.low.shape[:3],)
 
     def call(x: Inputs) -> Call:
         scores = torch.empty(shape, device="cuda")
-        return lambda: enqueue(scores, x.q, x.kept, x.lengths, BLOCK, wanted, size)
+        return lambda: enqueue(scores, x.q, x.kept, x.lengths, BLOCK, wanted, size, asks)
 
-    return Contender(f"score_blocks, bound, clusters of {size}", [call(each) for each in made])
+    return Contender(f"score_blocks, bound, {name}", [call(each) for each in made])
 
 
 def appended(made: list[Inputs]) -> Contender:

@@ -5,7 +5,8 @@
 
 Every tile that the weight may run is a contender of its own, and so is the Triton version, beside
 `SparseLinear`, which runs what is predicted to be fastest, dense included. Each is checked against
-float64 before it is timed.
+float64 before it is timed. With `--two-four` the kept blocks are 2:4 inside, and Triton reads them
+so as well.
 Appends one JSON row a contender and problem, with what was predicted for it; run again, it goes on
 behind the problems that are in the file. `tflops` counts the dense product.
 """
@@ -24,7 +25,7 @@ import torch
 from rivals import torch_bsr
 from torch import Tensor
 
-from hopsparse.formats import BSR
+from hopsparse.formats import BSR, BSR24, NMPattern
 from hopsparse.measure import record
 from hopsparse.measure.clock import gpu
 from hopsparse.measure.contest import Layer, Way, as_rows, prepared
@@ -41,11 +42,12 @@ from hopsparse.ops.spmm_bsr.kernel import Config
 from hopsparse.ops.spmm_bsr.ready import takes_fragments
 from hopsparse.ops.spmm_bsr.schedule import Problem as Sizes
 from hopsparse.ops.spmm_bsr.strips import Strips, panels_of, strips_of, width_of
+from hopsparse.prune import magnitude
 
 plan = import_module("hopsparse.ops.spmm_bsr.plan")
 by_triton = import_module("hopsparse.ops.spmm_bsr.triton")
 BLOCKS, SPARSITIES, TOKENS = (128, 64, 32, 16), (0.5, 0.8, 0.9), (2048,)
-KEY = ("out", "k", "tokens", "dtype", "block", "sparsity", "contender")
+KEY = ("out", "k", "tokens", "dtype", "block", "sparsity", "two_four", "contender")
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Weight:
         k: Columns.
         block: Side of a block.
         sparsity: Part of the blocks that is not kept.
+        two_four: Whether those that are kept are 2:4 inside.
     """
 
     out: int
     k: int
     block: int
     sparsity: float
+    two_four: bool
 
     def drawn(self, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         """A dense tensor with its zeros, on the device of the generator."""
@@ -71,12 +75,14 @@ class Weight:
         kept = torch.rand(shape, **where) >= self.sparsity
         numbers = torch.randn(self.out, self.k, dtype=dtype, **where)
         tiles = numbers.view(shape[0], self.block, shape[1], self.block)
-        return (tiles * kept[:, None, :, None]).view(self.out, self.k)
+        dense = (tiles * kept[:, None, :, None]).view(self.out, self.k)
+        return magnitude(dense, NMPattern(2, 4)) if self.two_four else dense
 
     def copies(self, dtype: torch.dtype) -> list[Tensor]:
         """As many as it takes to defeat the L2 cache with what is kept of each."""
         where = gpu(None)
-        bits = max(1, round(8 * dtype.itemsize * (1 - self.sparsity)))
+        stored = 9 / 16 if self.two_four else 1
+        bits = max(1, round(8 * dtype.itemsize * (1 - self.sparsity) * stored))
         generator = torch.Generator(where).manual_seed(0)
         count = cold_copies((self.out, self.k), bits, where)
         return [self.drawn(dtype, generator) for _ in range(count)]
@@ -87,11 +93,13 @@ def main() -> None:
     options = parse()
     gpu(None)
     record.check_can_append(options.out)
-    facts, known = record.environment(), record.done(options.out, KEY)
+    facts = record.environment()
+    # The first rows were written before blocks could be 2:4 inside.
+    known = {tuple(row.get(key, False) for key in KEY) for row in record.read(options.out)}
     end = time.monotonic() + options.budget_s
     for block in options.blocks:
         for sparsity in options.sparsities:
-            weight = Weight(*options.shape, block, sparsity)
+            weight = Weight(*options.shape, block, sparsity, options.two_four)
             missing = [each for each in options.tokens if not is_done(weight, each, known, options)]
             for rows in measured(weight, missing, options, end):
                 for row in rows:
@@ -104,7 +112,7 @@ def is_done(
 ) -> bool:
     """Whether the file has the first contender of a problem."""
     head = (weight.out, weight.k, tokens, options.dtype, weight.block, weight.sparsity)
-    return (*head, "SparseLinear") in known
+    return (*head, weight.two_four, "SparseLinear") in known
 
 
 def measured(
@@ -138,7 +146,12 @@ def ways(weight: Weight) -> list[Way]:
             Way(each.name, partial(by_tile, block, each), lambda by, x: "kernel")
             for each in (*tiles(block), *small_tiles(block))
         ),
-        Way("triton", partial(portable, block), lambda by, x: "the portable kernel"),
+        Way("triton", partial(portable, BSR, block), lambda by, x: "the portable kernel"),
+        *(
+            [Way("triton 2:4", partial(portable, BSR24, block), lambda by, x: "the same, 2:4")]
+            if weight.two_four
+            else []
+        ),
         Way.of(CuBLAS),
         Way(torch_bsr.NAME, rival, torch_bsr.describe),
     ]
@@ -179,9 +192,9 @@ def by_tile(
     return lambda x: spmm_bsr(stored, x, bias=bias, config=config)
 
 
-def portable(block: int, weight: Tensor, bias: Tensor | None) -> Product:
+def portable(kind: type[BSR | BSR24], block: int, weight: Tensor, bias: Tensor | None) -> Product:
     """The Triton version of the operator; its reason is the row's error where it cannot run."""
-    return partial(by_triton.run, BSR.from_dense(weight, (block, block)), bias=bias)
+    return partial(by_triton.run, kind.from_dense(weight, (block, block)), bias=bias)
 
 
 def told(
@@ -201,6 +214,7 @@ def told(
     return {
         "block": weight.block,
         "sparsity": weight.sparsity,
+        "two_four": weight.two_four,
         "multiplied": strips.steps * strips.rows * 64 / (weight.out * weight.k),
         "filled": strips.filled,
         "predicted_us": predicted.get(contender),
@@ -231,6 +245,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=whole, default=BLOCKS)
     parser.add_argument("--sparsities", type=parts, default=SPARSITIES)
     parser.add_argument("--dtype", choices=list(Problem.DTYPES), default="bfloat16")
+    parser.add_argument("--two-four", action="store_true", help="2:4 inside the kept blocks")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--budget-s", type=float, default=400.0)
     options = parser.parse_args()

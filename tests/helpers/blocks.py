@@ -26,6 +26,13 @@ def blocked(
     return (torch.randint(-largest, largest + 1, (out, k), device=device) * mask).to(dtype)
 
 
+def two_four_inside(dense: Tensor) -> Tensor:
+    """The same with two random columns of each group of four set to zero."""
+    rows, cols = dense.shape
+    order = torch.rand(rows, -(-cols // 4), 4, device=dense.device).argsort(-1)
+    return dense * (order < 2).flatten(1)[:, :cols]
+
+
 def small(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randint(-2, 3, (tokens, k), device=device).to(dtype)
 

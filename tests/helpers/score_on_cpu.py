@@ -14,6 +14,7 @@ from torch import Tensor
 from hopsparse.ops.score_blocks import plan
 from hopsparse.ops.score_blocks.choose import Choice, pack_choice
 from hopsparse.ops.score_blocks.device import Wanted, pack, pack_append
+from hopsparse.ops.score_blocks.starts import Asks
 from tests.helpers.block_scores import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,9 @@ def _cases(name: str) -> str:
     )
 
 
+ASKS_ALL = Asks(first=True, later=True)
+
+
 class Compiled:
     """The kernels of `VARIANTS`, and those that take in keys."""
 
@@ -149,18 +153,27 @@ class Compiled:
         subprocess.run(["g++", *options, include, "-o", str(library), str(source)], check=True)
         self._library = ctypes.CDLL(str(library))
 
-    def scores(self, tested: Variant, p: Problem, cluster: int, *, per_head: bool) -> Tensor:
+    def scores(
+        self,
+        tested: Variant,
+        p: Problem,
+        cluster: int,
+        *,
+        per_head: bool,
+        asks: Asks = ASKS_ALL,
+    ) -> Tensor:
         """What the kernel writes; what it does not is 7."""
         heads = p.q.shape[1] if per_head else p.blocks.low.shape[1]
         scores = torch.full((p.q.shape[0], heads, p.blocks.low.shape[2]), 7.0)
         wanted = Wanted(tested.kind, p.scale, per_head)
         args = pack(scores, p.q, p.kept, p.lengths, p.blocks.block, wanted)
+        args.ask_first, args.ask_later = asks
         number = VARIANTS.index(tested)
         self._library.entry(ctypes.byref(args), p.q.shape[0], cluster, number)
         return scores
 
     def chosen(
-        self, tested: Variant, p: Problem, cluster: int, choice: Choice
+        self, tested: Variant, p: Problem, cluster: int, choice: Choice, asks: Asks = ASKS_ALL
     ) -> tuple[Tensor, Tensor]:
         """The lists that the kernel writes; what it does not is -7."""
         batch, kv_heads = p.blocks.low.shape[:2]
@@ -168,6 +181,7 @@ class Compiled:
         counts = torch.full((batch, kv_heads), -7, dtype=torch.int32)
         asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False), choice)
         args = pack_choice([indices, counts], p.q, p.kept, asked)
+        args.of.ask_first, args.of.ask_later = asks
         number = VARIANTS.index(tested)
         self._library.choose_entry(ctypes.byref(args), batch, cluster, number)
         return indices, counts

@@ -221,7 +221,7 @@ def test_malformed_bitmask(change, words):
 @pytest.mark.parametrize(
     ("fmt", "options", "words"),
     [
-        ("ellpack", {}, ["'ellpack'", "nm, bsr, csr, csc, hyb, bitmask"]),
+        ("ellpack", {}, ["'ellpack'", "nm, bsr, bsr24, csr, csc, hyb, bitmask"]),
         ("csr", {"pattern": "2:4"}, ["pattern 2:4 for format 'csr'"]),
         ("bitmask", {"pattern": "2:4"}, ["pattern 2:4 for format 'bitmask'"]),
         ("nm", {"block": (16, 16)}, ["block (16, 16) for format 'nm'"]),

@@ -16,6 +16,7 @@ from hopsparse.ops import KeyBlocks, append_keys
 from hopsparse.ops.score_blocks import explain_scores, plan
 from hopsparse.ops.score_blocks.choose import Choice
 from hopsparse.ops.score_blocks.layout import refused_choice, refused_keys, refused_scores
+from hopsparse.ops.score_blocks.starts import Asks
 from hopsparse.ops.select import reference as select_reference
 from hopsparse.ops.select_blocks.dispatch import row_lengths
 from hopsparse.plan import TARGETS
@@ -41,6 +42,18 @@ def test_scores_are_those_of_the_reference(kernel: Compiled, tested: Variant, cl
     per_head = kernel.scores(tested, p, cluster, per_head=True)
     assert_per_head(per_head, p, tested.kind)
     assert_shared(kernel.scores(tested, p, cluster, per_head=False), per_head, 2)
+
+
+@pytest.mark.parametrize("tested", [VARIANTS[2], VARIANTS[7], VARIANTS[9]], ids=str)
+def test_what_is_asked_for_ahead_changes_no_bit(kernel: Compiled, tested: Variant) -> None:
+    """Tests else ask for all; one launch asks for nothing, one for the first pieces alone."""
+    p = problem((2, group_of(tested), tested.dim), [0, 700, 333], dtype=tested.dtype, count=46)
+    choice = Choice(None, [7, 7, 1, 2])
+    want = [kernel.scores(tested, p, 3, per_head=False), *kernel.chosen(tested, p, 3, choice)]
+    for asks in (Asks(first=False, later=False), Asks(first=True, later=False)):
+        scores = kernel.scores(tested, p, 3, per_head=False, asks=asks)
+        got = [scores, *kernel.chosen(tested, p, 3, choice, asks)]
+        assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9]], ids=str)

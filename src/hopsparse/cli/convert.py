@@ -29,9 +29,9 @@ class Convert:
     pattern: Annotated[
         str | None, typer.Option(help="For nm: the N:M to pack. Nothing is ever pruned.")
     ] = None
-    block: Annotated[str | None, typer.Option(metavar="RxC", help="For bsr: sides of a block.")] = (
-        None
-    )
+    block: Annotated[
+        str | None, typer.Option(metavar="RxC", help="For bsr and bsr24: sides of a block.")
+    ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import HopsparseError
 from ..formats import (
     BSR,
+    BSR24,
     FORMATS,
     VALUE_DTYPES,
     BlockPattern,
@@ -94,6 +95,9 @@ def _packed(fmt: str, dense: Tensor, pattern: Pattern) -> SparseMatrix | None:
         return FORMATS["nm"].from_dense(dense, pattern)  # type: ignore[call-arg]
     if fmt == "bsr":
         return BSR.from_dense(dense, (16, 16))
+    if fmt == "bsr24":
+        fits = isinstance(pattern, NMPattern) and pattern.m == 4
+        return BSR24.from_dense(dense, (16, 16)) if fits else None
     return FORMATS[fmt].from_dense(dense)
 
 

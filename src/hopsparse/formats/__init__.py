@@ -1,4 +1,4 @@
-"""What is stored: N:M, BSR, CSR, CSC, HYB, bitmask, dense, fewer bits, and conversions."""
+"""What is stored: N:M, blocks, blocks with 2:4 inside, rows, masks, fewer bits; conversions."""
 
 from ._base import VALUE_DTYPES as VALUE_DTYPES
 from ._base import Attribute as Attribute
@@ -9,6 +9,7 @@ from .bitmask import Bitmask as Bitmask
 from .bitmask import pack_bits as pack_bits
 from .bitmask import unpack_bits as unpack_bits
 from .bsr import BSR as BSR
+from .bsr24 import BSR24 as BSR24
 from .convert import FORMATS as FORMATS
 from .convert import convert as convert
 from .convert import format_named as format_named

@@ -6,6 +6,7 @@ from ..errors import ArgumentError
 from ._base import SparseMatrix
 from .bitmask import Bitmask
 from .bsr import BSR
+from .bsr24 import BSR24
 from .csr import CSC, CSR
 from .dense import Dense
 from .hyb import HYB
@@ -13,7 +14,7 @@ from .nm import NM
 
 #: The class of each format token.
 FORMATS: dict[str, type[SparseMatrix]] = {
-    kind.name: kind for kind in (NM, BSR, CSR, CSC, HYB, Bitmask, Dense)
+    kind.name: kind for kind in (NM, BSR, BSR24, CSR, CSC, HYB, Bitmask, Dense)
 }
 
 

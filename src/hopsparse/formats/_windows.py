@@ -77,6 +77,17 @@ def window_table(m: int, device: torch.device) -> WindowTable:
     )
 
 
+def group_masks(live: Tensor, m: int) -> Tensor:
+    """Bool [rows, groups * m] -> which of the m columns are live, int64 [rows * groups]."""
+    # Two columns at once: the bytes 0 and 1 of a 16-bit word become its bits 0 and 1.
+    pairs = live.view(torch.int16).view(-1, m // 2)
+    pairs = (pairs | pairs >> 7) & 3
+    mask = pairs[:, 0].to(torch.int64)
+    for pair in range(1, m // 2):
+        mask |= pairs[:, pair].to(torch.int64) << (2 * pair)
+    return mask
+
+
 def _nibble_table() -> tuple[Tensor, ...]:
     """For each 4-bit mask: two columns in rising order, which of them are live, bits taken.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,22 @@ from ._base import (
 
 _ALIGN_BYTES = 128
 _MAX_SIDE = 1024
-_DAMAGED = "rebuild the matrix with BSR.from_dense"
+_DAMAGED = "rebuild the matrix with from_dense"
+
+
+class _Blocks(Protocol):
+    """What formats in blocks have in common."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def block(self) -> tuple[int, int]: ...
+    @property
+    def indices(self) -> Tensor: ...
+    @property
+    def indptr(self) -> Tensor: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,22 +88,16 @@ class BSR(SparseMatrix):
         """
         dense = check_dense(dense)
         shape = (dense.shape[0], dense.shape[1])
-        _check_block(block, shape)
+        check_block(block, shape)
         unit = blocks_per_line(block, dense.element_size())
-        pieces = row_slices(*shape, block[0], dense.device)
-        held = torch.cat([_tiles(dense[rows], block)[1].sum(1) for rows in pieces])
-        indptr = pointers((held + unit - 1) // unit * unit)
+        indptr = pointers((held_blocks(dense, block) + unit - 1) // unit * unit)
         count = int(indptr[-1])
         values = torch.zeros((count, *block), dtype=dense.dtype, device=dense.device)
         indices = torch.full((count,), -1, dtype=torch.int32, device=dense.device)
         bits = bit_view(values)
-        for rows in row_slices(*shape, block[0], dense.device):
-            tiles, live = _tiles(dense[rows], block)
-            row, col = live.nonzero().unbind(1)
-            rank = torch.arange(row.numel(), device=row.device) - _starts(live)[row]
-            slot = indptr[rows.start // block[0] + row] + rank
-            bits[slot] = tiles[row, :, col]
-            indices[slot] = col.to(torch.int32)
+        for slot, col, kept in kept_blocks(dense, block, indptr):
+            bits[slot] = kept
+            indices[slot] = col
         return cls(shape, values, indices, indptr, (block[0], block[1]))
 
     def to_dense(self) -> Tensor:
@@ -96,7 +105,7 @@ class BSR(SparseMatrix):
         (height, width), (_, cols) = self.block, self.shape
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         bits, source = bit_view(dense), bit_view(self.values)
-        for rows, where, row in self._pieces():
+        for rows, where, row in block_pieces(self):
             count = -(-(rows.stop - rows.start) // height)
             tiles = bits.new_zeros(count, height, -(-cols // width), width)
             used = (self.indices[where] >= 0).nonzero()[:, 0]
@@ -111,11 +120,12 @@ class BSR(SparseMatrix):
             FormatError: The first fact that does not hold.
         """
         check_shape(self.shape)
-        _check_block(self.block, self.shape)
+        check_block(self.block, self.shape)
         self._check_parts()
         self.check_indices()
-        for rows, where, line in self._pieces():
-            self._validate_padding(rows, where, line)
+        bits = bit_view(self.values)
+        for rows, where, line in block_pieces(self):
+            check_padding(self, rows, where, line, bits[where])
 
     def check_indices(self) -> None:
         """The part of `validate` that reads no values: pointers, bounds, order, alignment.
@@ -133,7 +143,7 @@ class BSR(SparseMatrix):
                 need=f"a multiple of {unit} blocks, so that it starts on {_ALIGN_BYTES} bytes",
                 hint=_DAMAGED,
             )
-        for rows, where, line in self._pieces():
+        for rows, where, line in block_pieces(self):
             self._validate_indices(rows.start // self.block[0] + line, where, unit)
 
     @classmethod
@@ -162,13 +172,6 @@ class BSR(SparseMatrix):
     def attributes(self) -> dict[str, Attribute]:
         """Sides of a block, and the number of stored blocks, free ones included."""
         return {"block": f"{self.block[0]}x{self.block[1]}", "blocks": self.values.shape[0]}
-
-    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Rows, their blocks, and the block row of each block, counted from the first of them."""
-        for rows in row_slices(*self.shape, self.block[0], self.device):
-            bounds = self.indptr[rows.start // self.block[0] : -(-rows.stop // self.block[0]) + 1]
-            where = slice(int(bounds[0]), int(bounds[-1]))
-            yield rows, where, torch.repeat_interleave(bounds.diff())
 
     def _validate_indices(self, row: Tensor, where: slice, unit: int) -> None:
         place, columns = self.indices[where], -(-self.shape[1] // self.block[1])
@@ -202,24 +205,66 @@ class BSR(SparseMatrix):
                 hint=_DAMAGED,
             )
 
-    def _validate_padding(self, rows: slice, where: slice, row: Tensor) -> None:
-        (height, width), place = self.block, self.indices[where]
-        bits = bit_view(self.values)[where]
-        stray = (place < 0) & (bits != 0).flatten(1).any(1)
-        if self.shape[1] % width:
-            last = place == self.shape[1] // width
-            stray |= last & (bits[:, :, self.shape[1] % width :] != 0).flatten(1).any(1)
-        if rows.stop % height:
-            last = row == (rows.stop - rows.start) // height
-            stray |= last & (bits[:, rows.stop % height :] != 0).flatten(1).any(1)
-        if stray.any():
-            at = int(stray.nonzero()[0])
-            raise FormatError(
-                f"block {where.start + at} (block row {rows.start // height + int(row[at])}, block "
-                f"column {int(place[at])}) holds values outside {list(self.shape)}",
-                need="zeros (all bits) in padding and in free blocks",
-                hint=_DAMAGED,
-            )
+
+def block_pieces(matrix: _Blocks) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Rows, their blocks, and the block row of each block, counted from the first of them."""
+    height = matrix.block[0]
+    for rows in row_slices(*matrix.shape, height, matrix.device):
+        bounds = matrix.indptr[rows.start // height : -(-rows.stop // height) + 1]
+        where = slice(int(bounds[0]), int(bounds[-1]))
+        yield rows, where, torch.repeat_interleave(bounds.diff())
+
+
+def check_padding(matrix: _Blocks, rows: slice, where: slice, line: Tensor, bits: Tensor) -> None:
+    """Refuse bits outside the matrix, and in free blocks.
+
+    Args:
+        matrix: The blocks are some of its.
+        rows: Of a piece of `block_pieces`; so are `where` and `line`.
+        where: The blocks.
+        line: Block row of each, counted from the first.
+        bits: What they hold [blocks, block rows, block cols].
+
+    Raises:
+        FormatError: The first block that has some.
+    """
+    (height, width), place = matrix.block, matrix.indices[where]
+    stray = (place < 0) & (bits != 0).flatten(1).any(1)
+    if matrix.shape[1] % width:
+        last = place == matrix.shape[1] // width
+        stray |= last & (bits[:, :, matrix.shape[1] % width :] != 0).flatten(1).any(1)
+    if rows.stop % height:
+        last = line == (rows.stop - rows.start) // height
+        stray |= last & (bits[:, rows.stop % height :] != 0).flatten(1).any(1)
+    if stray.any():
+        at = int(stray.nonzero()[0])
+        raise FormatError(
+            f"block {where.start + at} (block row {rows.start // height + int(line[at])}, block "
+            f"column {int(place[at])}) holds values outside {list(matrix.shape)}",
+            need="zeros (all bits) in padding and in free blocks",
+            hint=_DAMAGED,
+        )
+
+
+def held_blocks(dense: Tensor, block: tuple[int, int]) -> Tensor:
+    """How many blocks of each block row hold a non-zero, int64 [block rows]."""
+    pieces = row_slices(dense.shape[0], dense.shape[1], block[0], dense.device)
+    return torch.cat([_tiles(dense[rows], block)[1].sum(1) for rows in pieces])
+
+
+def kept_blocks(
+    dense: Tensor, block: tuple[int, int], indptr: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Slot, block column (int32) and bits [blocks, height, width] of blocks with a non-zero.
+
+    Slots follow one another from where `indptr` says that the block row starts.
+    """
+    for rows in row_slices(dense.shape[0], dense.shape[1], block[0], dense.device):
+        tiles, live = _tiles(dense[rows], block)
+        row, col = live.nonzero().unbind(1)
+        rank = torch.arange(row.numel(), device=row.device) - _starts(live)[row]
+        slot = indptr[rows.start // block[0] + row] + rank
+        yield slot, col.to(torch.int32), tiles[row, :, col]
 
 
 def blocks_per_line(block: tuple[int, int], itemsize: int) -> int:
@@ -248,7 +293,8 @@ def _starts(live: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-def _check_block(block: tuple[int, int], shape: tuple[int, int]) -> None:
+def check_block(block: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Refuse sides that no block of such a matrix has."""
     sound = isinstance(block, tuple | list) and [type(side) for side in block] == [int, int]
     if not sound or min(block) < 1:
         shown = list(block) if isinstance(block, tuple) else block

@@ -13,6 +13,7 @@ from ._kinds import format_named as format_named
 from ._windows import windows_of
 from .bitmask import Bitmask
 from .bsr import BSR
+from .bsr24 import BSR24
 from .csr import CSC, CSR, transposed
 from .hyb import HYB
 from .nm import NM
@@ -67,11 +68,12 @@ def convert(
         matrix: A valid matrix [rows, cols] of any format and dtype.
         fmt: Token of the format wanted.
         pattern: For `nm`, the N:M to pack (default: that of `matrix`, else 2:4).
-        block: For `bsr`, the sides of a block (default: those of `matrix`, else 32 x 32).
+        block: For `bsr` and `bsr24`, the sides of a block (default: those of `matrix`, else
+            32 x 32).
 
     Raises:
         ArgumentError: No such format, or an option that it has not.
-        FormatError: The matrix does not obey `pattern`.
+        FormatError: The matrix does not obey `pattern`, or 2:4 for `bsr24`.
 
     Example:
         >>> convert(CSR.from_dense(torch.eye(4)), "bitmask").mask.tolist()
@@ -91,12 +93,17 @@ def convert(
         direct = _by_entries(matrix, target)
         if direct is not None:
             return direct
+    sides = block or (matrix.block if isinstance(matrix, BSR | BSR24) else (32, 32))
+    if target is BSR24 and isinstance(matrix, BSR) and sides == matrix.block:
+        return BSR24.from_blocks(matrix)
+    if target is BSR and isinstance(matrix, BSR24) and sides == matrix.block:
+        return matrix.to_blocks()
     dense = matrix.to_dense()
     if target is NM:
         kept = matrix.pattern if isinstance(matrix, NM) else NMPattern(2, 4)
         return NM.from_dense(dense, wanted or kept)
-    if target is BSR:
-        return BSR.from_dense(dense, block or (32, 32))
+    if target is BSR or target is BSR24:
+        return target.from_dense(dense, sides)
     return target.from_dense(dense)
 
 
@@ -106,8 +113,9 @@ def _check_options(
     """The pattern as a value, after refusing options of other formats."""
     if pattern is not None and fmt != NM.name:
         raise ArgumentError(f"pattern {pattern} for format {fmt!r}", need="nm", hint='fmt="nm"')
-    if block is not None and fmt != BSR.name:
-        raise ArgumentError(f"block {block} for format {fmt!r}", need="bsr", hint='fmt="bsr"')
+    if block is not None and fmt not in (BSR.name, BSR24.name):
+        need = f"{BSR.name} or {BSR24.name}"
+        raise ArgumentError(f"block {block} for format {fmt!r}", need=need, hint='fmt="bsr"')
     return None if pattern is None else as_nm_pattern(pattern)
 
 
@@ -116,7 +124,7 @@ def _unchanged(
 ) -> bool:
     if isinstance(matrix, NM):
         return pattern in (None, matrix.pattern)
-    if isinstance(matrix, BSR):
+    if isinstance(matrix, BSR | BSR24):
         return block in (None, matrix.block)
     return True
 

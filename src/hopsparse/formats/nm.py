@@ -21,7 +21,7 @@ from ._base import (
     nonzero_mask,
     row_slices,
 )
-from ._windows import window_table, windows_of
+from ._windows import group_masks, window_table, windows_of
 from .pattern import NMPattern, as_nm_pattern, parse_pattern
 
 #: Columns of int8 whose sums may leave int32: 2:4 keeps half of them, and -128 * -128 is 2^14.
@@ -141,7 +141,7 @@ class NM(SparseMatrix):
         groups = -(-cols // m)
         dense = dense.contiguous()
         bits = F.pad(bit_view(dense), (0, groups * m - cols)).view(rows, groups, m)
-        mask = _group_masks(F.pad(nonzero_mask(dense), (0, groups * m - cols)), m)
+        mask = group_masks(F.pad(nonzero_mask(dense), (0, groups * m - cols)), m)
         if int(table.count[torch.bincount(mask, minlength=1 << m) > 0].max()) > self.pattern.n:
             self._refuse_full_groups(table.count[mask].view(rows, groups), first_row)
 
@@ -212,17 +212,6 @@ class NM(SparseMatrix):
         width = groups * self.pattern.m - self.shape[1]
         count = F.pad(inside, (0, width)).view(rows, groups, -1).sum(-1)
         self._refuse_full_groups(count, panel.start * _panels.PANEL_ROWS)
-
-
-def _group_masks(live: Tensor, m: int) -> Tensor:
-    """Bool [rows, groups * m] -> which of the m columns are live, int64 [rows * groups]."""
-    # Two columns at once: the bytes 0 and 1 of a 16-bit word become its bits 0 and 1.
-    pairs = live.view(torch.int16).view(-1, m // 2)
-    pairs = (pairs | pairs >> 7) & 3
-    mask = pairs[:, 0].to(torch.int64)
-    for pair in range(1, m // 2):
-        mask |= pairs[:, pair].to(torch.int64) << (2 * pair)
-    return mask
 
 
 def full_group_error(pattern: NMPattern, row: int, group: int, count: int) -> FormatError:

@@ -17,7 +17,7 @@ from ..plan import TARGETS, Structure, Target
 #: The word that asks for it.
 AUTO = "auto"
 #: Formats that a matrix reaches by a dense copy.
-BY_DENSE = ("nm", "bsr", "dense")
+BY_DENSE = ("nm", "bsr", "bsr24", "dense")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ArgumentError, CheckpointError, FormatError, HopsparseError, UnsupportedError
 from ..formats import (
     BSR,
+    BSR24,
     FORMATS,
     NM,
     NMPattern,
@@ -34,6 +35,7 @@ from .sparse24 import export_sparse24, import_sparse24
 
 #: What weights can be converted to; "auto" is the format that fits each of them.
 TARGETS = (AUTO, *FORMATS, SPARSE24)
+_IN_BLOCKS: dict[str, type[BSR | BSR24]] = {kind.name: kind for kind in (BSR, BSR24)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def convert_checkpoint(
         to: One of `TARGETS`: a format, "dense", "sparse-24-bitmask" (folders only), or "auto": for
             each matrix the format that its pattern asks for (`measure.ranking.choose_storage`).
         pattern: For "nm", the N:M to pack (default: that of the source, else 2:4).
-        block: For "bsr", the sides of a block (default: those of the source, else 32 x 32).
+        block: For "bsr" and "bsr24", the sides of a block (default: those of the source, else
+            32 x 32).
         overwrite: Replace a file, or a checkpoint that hopsparse wrote.
 
     Raises:
@@ -133,10 +136,10 @@ def _parsed(
     """The pattern as a value, after refusing options that mean nothing."""
     if to not in TARGETS:
         raise ArgumentError(f"--to {to!r}", need="one of " + ", ".join(TARGETS), hint="--to nm")
-    if (pattern is not None and to != "nm") or (block is not None and to != "bsr"):
+    if (pattern is not None and to != "nm") or (block is not None and to not in _IN_BLOCKS):
         raise ArgumentError(
             f"--to {to} with --pattern or --block",
-            need="--pattern only with nm, --block only with bsr",
+            need="--pattern only with nm, --block only with bsr and bsr24",
             hint="leave the option out",
         )
     wanted = parse_pattern(pattern) if isinstance(pattern, str) else pattern
@@ -216,8 +219,8 @@ def _converted(name: str, item: SparseMatrix | Tensor, target: _Target) -> Spars
             return convert(item, target.to, pattern=target.pattern, block=target.block)
         if target.to == "nm":
             return NM.from_dense(item, target.pattern or NMPattern(2, 4))
-        if target.to == "bsr":
-            return BSR.from_dense(item, target.block or (32, 32))
+        if target.to in _IN_BLOCKS:
+            return _IN_BLOCKS[target.to].from_dense(item, target.block or (32, 32))
         return format_named(target.to).from_dense(item)
     except HopsparseError as error:
         raise FormatError(f"{name}: {error.got}", need=error.need, hint=error.hint) from error

@@ -55,7 +55,7 @@ def stored(weight: Tensor, fmt: str, options: dict[str, Any]) -> SparseMatrix:
     except TypeError as error:
         raise ArgumentError(
             f"options {sorted(options)} for format {fmt!r} ({error})",
-            need="options of its from_dense: pattern for nm, block for bsr",
+            need="options of its from_dense: pattern for nm, block for bsr and bsr24",
             hint=f'SparseLinear.from_linear(linear, "{fmt}")',
         ) from error
 

@@ -18,7 +18,11 @@ _OP = "SparseLinear"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SHAPES = ((64, 64), (70, 52), (129, 260))
 _TWO_FOUR = NMPattern(2, 4)
-_PATTERNS: dict[str, Pattern] = {"nm": _TWO_FOUR, "bsr": BlockPattern(16, 16, 0.5)}
+_PATTERNS: dict[str, Pattern] = {
+    "nm": _TWO_FOUR,
+    "bsr24": _TWO_FOUR,
+    "bsr": BlockPattern(16, 16, 0.5),
+}
 
 
 def checks() -> Iterator[Check]:

@@ -49,6 +49,7 @@ from ._tiles import prepare_tiles, product_by_kernel
 _OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Plan], Callable[..., Plan]]] = {
     "nm": (spmm_nm.spmm_nm, spmm_nm.plan, spmm_nm.plan_kept),
     "bsr": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan_kept),
+    "bsr24": (spmm_bsr.spmm_bsr, spmm_bsr.plan, spmm_bsr.plan_kept),
     "csr": (spmm_csr.spmm_csr, spmm_csr.plan, spmm_csr.plan_kept),
 }
 

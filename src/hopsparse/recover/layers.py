@@ -20,9 +20,9 @@ from .storage import Storage, stored_entries
 class MaskedLinear(nn.Module):
     """The layer of a `SparseLinear`, with its weight [out, k] as a dense trainable parameter.
 
-    Entries that train are the places that the format stores: in `nm` and `bsr` every slot, also
-    one that holds a zero, elsewhere the non-zeros. All others are pruned: they are exact zeros and
-    their gradient is zero. In SR-STE mode (`select` was called) pruned entries live on in
+    Entries that train are the places that the format stores: in `nm`, `bsr` and `bsr24` every slot,
+    also one that holds a zero, elsewhere the non-zeros. All others are pruned: they are exact zeros
+    and their gradient is zero. In SR-STE mode (`select` was called) pruned entries live on in
     `weight`, are left out of the product, get the gradient of the product without them, and are
     pulled towards zero (arXiv:2102.04010, equation 9).
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats import (
     BSR,
+    BSR24,
     NM,
     Attribute,
     NMPattern,
@@ -80,9 +81,10 @@ class Storage:
     def _pack(self, dense: Tensor) -> SparseMatrix:
         if self.pattern is not None:
             return NM.from_dense(dense, self.pattern)
-        if self.fmt == BSR.name:
+        if self.fmt in (BSR.name, BSR24.name):
             rows, cols = str(self.attributes["block"]).split("x")
-            return BSR.from_dense(dense, (int(rows), int(cols)))
+            kind = BSR if self.fmt == BSR.name else BSR24
+            return kind.from_dense(dense, (int(rows), int(cols)))
         return format_named(self.fmt).from_dense(dense)
 
 
@@ -100,7 +102,7 @@ def stored_entries(matrix: SparseMatrix) -> Tensor:
     """
     if isinstance(matrix, Quantized):
         return stored_entries(matrix.codes())
-    if matrix.name not in (NM.name, BSR.name, "dense"):
+    if matrix.name not in (NM.name, BSR.name, BSR24.name, "dense"):
         return nonzero(matrix.to_dense())
     parts = matrix.parts()
     values = parts[matrix.VALUES]

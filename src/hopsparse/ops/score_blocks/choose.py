@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...launch import KnownLaunches, Turn, current_stream, starts_early
-from . import plan
-from .device import Wanted, in_pieces, kernel_of, pack
-from .layout import NAMES, Kept
+from ...launch import KnownLaunches
+from . import plan, starts
+from .device import Wanted, in_pieces, kernel_of, pack, set_asks, shape_of, turn_of
+from .layout import Kept
 
 _BOUND = KnownLaunches()
 
@@ -59,6 +59,7 @@ def enqueue(
     kept: Kept,
     asked: tuple[Tensor, int, Wanted, Choice],
     cluster: int | None = None,
+    asks: starts.Asks | None = None,
 ) -> None:
     """Put the kernel on torch's current stream. Nothing waits for it, and nothing is checked.
 
@@ -68,23 +69,23 @@ def enqueue(
         kept: What is kept of keys.
         asked: lengths, block, wanted and choice of `run`.
         cluster: Blocks of threads for a head of keys, one of `plan.CLUSTERS`; None: what fits.
+        asks: What it asks the L2 cache for; None: what pays.
     """
     wanted = asked[2]
-    args = bytes(pack_choice(results, q, kept, asked))
+    args = pack_choice(results, q, kept, asked)
     device = q.get_device()
-    turn = Turn(current_stream(device), starts_early())
+    shape, sizes = shape_of(q, kept, wanted)
+    turn = turn_of(shape, sizes, cluster, device)
     # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
-    key = (args, q.shape, kept[0].dtype, wanted.kind, cluster, device, turn)
+    key = (bytes(args), q.shape, kept[0].dtype, wanted.kind, cluster, asks, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
-        batch, heads, dim = q.shape
-        kv_heads, count = kept[0].shape[1:3]
-        shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
-        assert shape is not None
-        pairs = (batch * kv_heads, count)
-        kernel = kernel_of(plan.choose_spec_for, shape, pairs, cluster, device)
-        grid = (kernel.spec.cluster[0], kv_heads, batch)
-        bound = _BOUND.keep(key, kernel.bind(grid, args, turn.stream, pdl=turn.early))
+        kernel = kernel_of(plan.choose_spec_for, shape, sizes, cluster, device)
+        size = kernel.spec.cluster[0]
+        work = starts.work_of(shape, *sizes, size)
+        set_asks(args.of, work, asks, turn, device)
+        grid = (size, kept[0].shape[1], q.shape[0])
+        bound = _BOUND.keep(key, kernel.bind(grid, bytes(args), turn.stream, pdl=turn.early))
     bound()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ...launch import (
 )
 from ...plan import KernelSpec
 from ...ranges import in_phase
-from . import plan, reference
+from . import plan, reference, starts
 from .layout import NAMES, Kept
 
 _Q_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -80,6 +81,7 @@ def enqueue(
     block: int,
     wanted: Wanted,
     cluster: int | None = None,
+    asks: starts.Asks | None = None,
 ) -> None:
     """Put the kernel on torch's current stream. Nothing waits for it, and nothing is checked.
 
@@ -91,22 +93,55 @@ def enqueue(
         block: Tokens of a block.
         wanted: Which scores.
         cluster: Blocks of threads for a head of keys, one of `plan.CLUSTERS`; None: what fits.
+        asks: What it asks the L2 cache for; None: what pays.
     """
-    args = bytes(pack(scores, q, kept, lengths, block, wanted))
+    args = pack(scores, q, kept, lengths, block, wanted)
     device = q.get_device()
-    turn = Turn(current_stream(device), starts_early())
+    shape, sizes = shape_of(q, kept, wanted)
+    turn = turn_of(shape, sizes, cluster, device)
     # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
-    key = (args, q.shape, kept[0].dtype, wanted.kind, cluster, device, turn)
+    key = (bytes(args), q.shape, kept[0].dtype, wanted.kind, cluster, asks, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
-        batch, heads, dim = q.shape
-        kv_heads, count = kept[0].shape[1:3]
-        shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
-        assert shape is not None
-        kernel = kernel_of(plan.spec_for, shape, (batch * kv_heads, count), cluster, device)
-        grid = (kernel.spec.cluster[0], kv_heads, batch)
-        bound = _BOUND.keep(key, kernel.bind(grid, args, turn.stream, pdl=turn.early))
+        kernel = kernel_of(plan.spec_for, shape, sizes, cluster, device)
+        size = kernel.spec.cluster[0]
+        work = starts.work_of(shape, *sizes, size)
+        set_asks(args, work, asks, turn, device)
+        grid = (size, kept[0].shape[1], q.shape[0])
+        bound = _BOUND.keep(key, kernel.bind(grid, bytes(args), turn.stream, pdl=turn.early))
     bound()
+
+
+def shape_of(q: Tensor, kept: Kept, wanted: Wanted) -> tuple[plan.Shape, tuple[int, int]]:
+    """The shape of the kernel; heads of keys of all sequences, and blocks that each may have."""
+    batch, heads, dim = q.shape
+    kv_heads, count = kept[0].shape[1:3]
+    shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
+    assert shape is not None
+    return shape, (batch * kv_heads, count)
+
+
+def turn_of(shape: plan.Shape, sizes: tuple[int, int], cluster: int | None, device: int) -> Turn:
+    """Where the launch stands in line: it starts early where it may, and where that pays."""
+    early = _early_pays(shape, sizes, cluster, device_facts(device).sm_count) and starts_early()
+    return Turn(current_stream(device), early)
+
+
+@lru_cache(maxsize=1024)
+def _early_pays(
+    shape: plan.Shape, sizes: tuple[int, int], cluster: int | None, sm_count: int
+) -> bool:
+    size = plan.clusters_for(*sizes, sm_count)[0] if cluster is None else cluster
+    return starts.early_pays(starts.work_of(shape, *sizes, size), sm_count)
+
+
+def set_asks(
+    args: plan.Args, work: starts.Work, asks: starts.Asks | None, turn: Turn, device: int
+) -> None:
+    """Write into a kernel's argument what it asks the L2 cache for; None: what pays."""
+    if asks is None:
+        asks = starts.asks_of(work, device_facts(device).sm_count, early=turn.early)
+    args.ask_first, args.ask_later = asks
 
 
 def kernel_of(
@@ -142,14 +177,14 @@ def _loaded(spec: KernelSpec, device: int) -> Kernel:
 def pack(
     scores: Tensor | None, q: Tensor, kept: Kept, lengths: Tensor, block: int, wanted: Wanted
 ) -> plan.Args:
-    """The kernel's argument; no scores where the kernel chooses by them."""
+    """The kernel's argument, which asks for nothing; no scores where the kernel chooses by them."""
     kv_heads, count = kept[0].shape[1:3]
     tensors = (q, *kept, lengths, scores)
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
     strides = [stride for each in kept for stride in each.stride()[:3]]
     sizes = (count, block, kv_heads, q.shape[1] // kv_heads)
     slack = reference.slack_factor(q.shape[2], block)
-    asked = (_Q_TYPES[q.dtype], wanted.per_head, wanted.scale, slack)
+    asked = (_Q_TYPES[q.dtype], wanted.per_head, False, False, wanted.scale, slack)
     return plan.Args(*addresses, *strides, *sizes, *asked)
 
 

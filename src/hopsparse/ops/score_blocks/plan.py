@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from ...errors import ArgumentError
@@ -26,8 +27,8 @@ WARPS = 8
 MOST_RANKS = 8192
 _SCORES = 8192  # of a block of threads that are kept
 _BLOCKS_PER_SM = 2
-# Pieces that are asked for into the L2 cache before they are loaded: 64 KB of 16-bit ranges of dim
-# 128, where registers have 16 or 32 KB on their way.
+# Pieces of 16 KB that are asked for into the L2 cache before they are loaded, where a launch asks
+# (starts.py): 64 KB, where registers have 16 or 32 KB on their way. How far was not fitted.
 _AHEAD = 4
 # Beside clusters of 8 those of 16 lost 0.76 us with room for 512 blocks of keys and won 0.28 with
 # room for 2048: a straight line between them crosses zero at 1630.
@@ -50,6 +51,7 @@ class Args(ctypes.Structure):
         *((f"total_{name}", ctypes.c_int64) for name in ("batch", "head", "block")),
         *((name, ctypes.c_uint32) for name in ("blocks", "block", "kv_heads", "group")),
         *((name, ctypes.c_uint32) for name in ("q_type", "per_head")),
+        *((name, ctypes.c_uint32) for name in ("ask_first", "ask_later")),
         ("scale", ctypes.c_float),
         ("slack", ctypes.c_float),
     )
@@ -111,6 +113,16 @@ class Shape:
         return 1 if wide or self.kind == "mass" else 2
 
     @property
+    def piece_rows(self) -> int:
+        """Rows that a block of threads has at once: 16 KB, or 24 of float32 by mass.
+
+        Example:
+            >>> Shape("bound", "bfloat16", 128, 4).piece_rows
+            32
+        """
+        return WARPS * 256 // self.dim * self.rows
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of a block, as `struct Smem` of rows.cuh has it."""
         most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
@@ -123,6 +135,7 @@ class Shape:
         return self.smem_bytes + 4 * (4 * 256 + 2 * 32 + 4 + MOST_RANKS)
 
 
+@lru_cache(maxsize=256)
 def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
     """Who scores; None where there is no kernel.
 

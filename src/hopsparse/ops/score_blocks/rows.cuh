@@ -23,6 +23,7 @@ struct Args {
   long long total_batch, total_head, total_block;
   u32 blocks, block, kv_heads, group;
   u32 q_type, per_head;
+  u32 ask_first, ask_later;  // whether rows are asked for before they are loaded (starts.py)
   float scale, slack;
 };
 

@@ -156,7 +156,7 @@ __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
   for (u32 first = begin; first + threadIdx.x / 32 * kOfWarp < end; first += kStep) {
     Raw<C> next[C::kRows];
     load_rows<C>(next, a, r, first + kStep);
-    prefetch_rows<C, 1>(a, r, first + C::kAhead * kStep);
+    if (a.ask_later) prefetch_rows<C, 1>(a, r, first + C::kAhead * kStep);
     const u32 row = row_at<C>(r, first) + team;
     Row<C> rows[C::kRows];
 #pragma unroll
@@ -278,7 +278,7 @@ __device__ __forceinline__ void begin(Smem<C>& s, const Args& a, const Rows& r) 
   if (!a.per_head) expect_parts<C>(s, a, r.size);
   let_next_start();
   if (threadIdx.x < 16) s.top[threadIdx.x] = -infinity(), s.sum[threadIdx.x] = 0;
-  prefetch_rows<C, C::kAhead>(a, r, 0);
+  if (a.ask_first) prefetch_rows<C, C::kAhead>(a, r, 0);
 }
 
 // All rows of this block, whose first ones are on their way: scored, the heads' sums merged, and

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ...errors import ArgumentError
 from ...formats.bsr import BSR
+from ...formats.bsr24 import BSR24
 from .._call import check_epilogue, check_tensors, is_plain, is_transformed
 from .._product import Plan, check_inputs, check_weight, decompress, is_hopper
 from . import reference
@@ -25,7 +26,7 @@ _NUMBERS = (int, float)
 
 
 def spmm_bsr(
-    w: BSR,
+    w: BSR | BSR24,
     x: Tensor,
     *,
     bias: Tensor | None = None,
@@ -39,10 +40,10 @@ def spmm_bsr(
 
     On a Hopper GPU a weight of 16-bit values, in blocks of a multiple of 16 columns, runs as one
     kernel where that was measured, or is predicted, to be faster than decoding; `plan` says. Its
-    layout is made at the first call and kept as long as `w.values`. All else, and every call under
-    torch.func or with dual numbers, decodes w. Differentiable in x, bias, residual and the kept
-    values; gradients run dense. One graph under torch.compile, which always takes the kernel where
-    there is one, as does every call that keeps a gradient.
+    layout is made at the first call and kept as long as `w.values`. All else, a `BSR24` (see
+    `ops.spmm_bsr.triton.run`), and every call under torch.func or with dual numbers, decodes w.
+    Differentiable in x, bias, residual and the kept values; gradients run dense. One graph under
+    torch.compile, which takes the kernel where there is one, as do calls that keep a gradient.
 
     Args:
         w: [out, k], float32, bfloat16 or float16.
@@ -79,7 +80,7 @@ def spmm_bsr(
     check_inputs("spmm_bsr", w, x, bias)
     if activation != "none" or residual is not None or out_dtype is not x.dtype:
         check_epilogue("spmm_bsr", w.shape[0], x, activation, residual, out_dtype)
-    if why_no_kernel(w, x) is None:
+    if isinstance(w, BSR) and why_no_kernel(w, x) is None:
         y = _by_kernel(w, x, bias, residual, activation, alpha, out_dtype, config)
         if y is not None:
             return y
@@ -107,7 +108,7 @@ def _by_kernel(
 
 
 def _run_decoding(
-    w: BSR,
+    w: BSR | BSR24,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -136,21 +137,22 @@ def run_kernel(w: BSR, x: Tensor, bias: Tensor | None, activation: str = "none")
     return run(w, x, bias, None, activation, 1, x.dtype)
 
 
-def plan(w: BSR, x: Tensor) -> Plan:
+def plan(w: BSR | BSR24, x: Tensor) -> Plan:
     """What `spmm_bsr(w, x)` will run."""
     return _planned(w, x, kept=False)
 
 
-def plan_kept(w: BSR, x: Tensor) -> Plan:
+def plan_kept(w: BSR | BSR24, x: Tensor) -> Plan:
     """What a layer runs that may keep the decoded weight."""
     return _planned(w, x, kept=True)
 
 
-def _planned(w: BSR, x: Tensor, *, kept: bool) -> Plan:
+def _planned(w: BSR | BSR24, x: Tensor, *, kept: bool) -> Plan:
     if x.device.type == "cpu":
         return Plan("spmm_bsr", "reference", "x is on the CPU; w is decoded at every call")
     if (reason := why_no_kernel(w, x)) is not None:
         return Plan("spmm_bsr", "dense", f"{reason}; w is decoded at every call")
+    assert isinstance(w, BSR)
     decision = decided(w, x)
     if decision.uses_kernel(kept=kept):
         why = f"{decision.instruction}, {decision.why(kept=kept)}"
@@ -179,10 +181,12 @@ def uses_kernel(w: BSR, x: Tensor, *, kept: bool = False) -> bool:
     return decided(w, x).uses_kernel(kept=kept)
 
 
-def why_no_kernel(w: BSR, x: Tensor) -> str | None:
+def why_no_kernel(w: BSR | BSR24, x: Tensor) -> str | None:
     """What keeps the kernel from running, as a clause; None if nothing does."""
     if not x.is_cuda:
         return "x is on the CPU" if x.device.type == "cpu" else f"x is on {x.device.type}"
+    if isinstance(w, BSR24):
+        return "blocks are 2:4 inside, and the kernel takes them written out"
     if w.dtype not in _KERNEL_DTYPES:
         return f"values are {str(w.dtype).removeprefix('torch.')}, and the kernel takes 16 bits"
     if width_of(w.block) is None:
@@ -203,10 +207,10 @@ def _captures(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _check_parts(w: BSR) -> None:
+def _check_parts(w: BSR | BSR24) -> None:
     """`check_weight`; not again while the tensors of w look as they did when it passed."""
     if torch.compiler.is_compiling() or not isinstance(w, BSR):
-        check_weight("spmm_bsr", w, BSR)
+        check_weight("spmm_bsr", w, BSR24 if isinstance(w, BSR24) else BSR)
         return
     values, indices, indptr = w.values, w.indices, w.indptr
     looks = (
