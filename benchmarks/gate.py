@@ -51,7 +51,8 @@ def _neighbour(seed: int) -> None:
     """Bursts of products, of memory traffic, of Python, and of naps."""
     random = np.random.default_rng(seed)
     large, small = np.ones(8 << 20), np.ones((256, 256))
-    while True:
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
         end, kind = time.monotonic() + random.uniform(0.01, 0.5), random.integers(4)
         while time.monotonic() < end:
             if kind == 0:

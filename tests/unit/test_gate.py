@@ -72,6 +72,9 @@ class Processor:
     def process_time_ns(self) -> int:
         return int(self._now_ns)
 
+    def monotonic(self) -> float:
+        return self._now_ns / 1e9
+
     def call(self) -> None:
         while self._now_ns >= self._until_ns:
             self._until_ns += self._random.exponential(10e6)
@@ -116,6 +119,17 @@ def test_calls_of_both_are_neighbours_in_any_order(monkeypatch: pytest.MonkeyPat
     assert {len(slot) for slot in short} == {10}
     assert sum(map(len, short)) == 300
     assert [len(slot) for slot in pairs._slots([lambda: None] * 3, 5000.0)] == [1, 1, 1]
+
+
+def test_a_slow_case_is_given_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Processor(0)
+    monkeypatch.setattr(pairs, "time", processor)
+    calls = slowed([processor.call], 0.05)[0]
+    counts = []
+    for seconds in (0.0, 0.3, 30.0):
+        monkeypatch.setattr(pairs, "_BUDGET_S", seconds)
+        counts.append(len(paired(calls, calls, 25, CPU)[1]))
+    assert counts[0] == 3 < counts[1] < counts[2] == 25
 
 
 def test_sampling_ends_when_it_is_decided() -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from .clock import Contender, time_side_by_side
+from .clock import LEAST_ROUNDS, Contender, time_side_by_side
 from .gate import Samples
 
 Call = Callable[[], Any]
 
 _CHUNK_S, _SLOT_S, _CHUNKS, _MOST_CALLS = 3e-3, 1e-4, 5, 2000
 _MIN_MS, _WARM_S = 2.0, 0.05
+# As `time_side_by_side` has: processes that get a tenth of a processor come to an end too.
+_BUDGET_S = 30.0
 
 
 def slowed(calls: Sequence[Call], part: float) -> tuple[list[Call], list[Call]]:
@@ -63,7 +65,7 @@ def paired(base: Sequence[Call], new: Sequence[Call], rounds: int, device: torch
     Args:
         base: Calls that a sample of the base goes through.
         new: As many of what is judged.
-        rounds: Samples of each.
+        rounds: Samples of each; fewer come where they take over 30 seconds.
         device: Where calls run. On a CPU the time of the processor counts, not that of the clock
             on the wall, and torch is held to one thread: what else runs there matters less. A
             round is then the sum of the least times of its calls; what happens now and then, such
@@ -111,7 +113,10 @@ def _on_cpu(base: Sequence[Call], new: Sequence[Call], rounds: int) -> Samples:
     slots = [_slots(way, once_us) for way in ways]
     order, each_us = random.Random(0), 1 / sum(len(slot) for slot in slots[0])
     samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
+    end = time.monotonic() + _BUDGET_S
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and time.monotonic() > end:
+            break
         # What interrupts a program only makes it slower, and seldom the same slot each time.
         least = [[math.inf] * len(slots[0]) for _ in ways]
         for _ in range(_CHUNKS):
