@@ -14,6 +14,8 @@ from ...plan.spec import KernelSpec
 DIMS, MOST_GROUP = (64, 128, 256), 16
 #: Query heads that a row of a block meets at once; more of them come four by four.
 HEADS = (1, 2, 4)
+#: Query heads of an instruction of the tensor cores that are not zeros: half of its rows, or all.
+TENSOR_HEADS = (8, 16)
 #: Blocks of threads of a cluster: for many heads of keys, for few, and for few that are long. Those
 #: of 4 are there to be measured.
 CLUSTERS = (2, 4, 8, 16)
@@ -93,17 +95,29 @@ class Shape:
         kind: "bound", "mean" or "mass".
         dtype: Of low and high; float32 for "mean", which reads none of them.
         dim: Of heads.
-        heads: One of `HEADS`.
+        heads: One of `HEADS`, or of `TENSOR_HEADS`.
+        tensor: Whether the tensor cores multiply: bounds, queries in the 16 bits of keys.
     """
 
     kind: str
     dtype: str
     dim: int
     heads: int
+    tensor: bool = False
+
+    @property
+    def held(self) -> int:
+        """Loads of low and high that a lane has under way: rows, or for the tensor cores parts.
+
+        Example:
+            >>> Shape("bound", "bfloat16", 128, 4).held, Shape("bound", "bfloat16", 128, 8, True).held
+            (2, 8)
+        """
+        return (4 if self.dim == 64 else 8) if self.tensor else self.rows
 
     @property
     def rows(self) -> int:
-        """Rows that a team of lanes has at once: as many as registers have room for.
+        """Rows of a piece for each team of lanes: as many as registers have room for.
 
         Example:
             >>> Shape("bound", "bfloat16", 128, 4).rows, Shape("mass", "bfloat16", 128, 4).rows
@@ -125,7 +139,7 @@ class Shape:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a block, as `struct Smem` of rows.cuh has it."""
-        most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
+        most = MOST_GROUP if self.heads >= HEADS[-1] else self.heads
         parts = 2 * MOST_GROUP * CLUSTERS[-1]
         return 4 * (most * self.dim + 3 * MOST_GROUP + parts + 4 + _SCORES)
 
@@ -136,10 +150,19 @@ class Shape:
 
 
 @lru_cache(maxsize=256)
-def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
+def shape_for(kind: str, dtype: str, dim: int, group: int, tensor: bool = False) -> Shape | None:
     """Who scores; None where there is no kernel.
 
+    Args:
+        kind: "bound", "mean" or "mass".
+        dtype: Of keys.
+        dim: Of heads.
+        group: Query heads of a head of keys.
+        tensor: Whether the tensor cores may: queries have the dtype of keys.
+
     Example:
+        >>> shape_for("bound", "bfloat16", 128, 7, tensor=True)
+        Shape(kind='bound', dtype='bfloat16', dim=128, heads=8, tensor=True)
         >>> shape_for("mean", "bfloat16", 128, 7)
         Shape(kind='mean', dtype='float32', dim=128, heads=4)
         >>> shape_for("bound", "bfloat16", 96, 4) is None
@@ -147,6 +170,9 @@ def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
     """
     if kind not in KINDS or dtype not in TYPES or dim not in DIMS or not 0 < group <= MOST_GROUP:
         return None
+    if tensor and kind == "bound" and dtype != "float32":
+        heads = next(each for each in TENSOR_HEADS if group <= each)
+        return Shape(kind, dtype, dim, heads, True)
     heads = next((each for each in HEADS if group <= each), HEADS[-1])
     return Shape(kind, "float32" if kind == "mean" else dtype, dim, heads)
 
@@ -169,7 +195,7 @@ def spec_for(shape: Shape, cluster: int) -> KernelSpec:
     return KernelSpec(
         op="score_blocks",
         name=f"{shape.kind}, {shape.dtype}, dim {shape.dim}, heads {shape.heads}, "
-        f"cluster {cluster}",
+        f"{'tensor cores, ' if shape.tensor else ''}cluster {cluster}",
         kernel="ops/score_blocks/kernel.cuh",
         text=_text(shape),
         entry="score_blocks_kernel",
@@ -201,8 +227,9 @@ def choose_spec_for(shape: Shape, cluster: int) -> KernelSpec:
 
 
 def _check_shape(shape: Shape, cluster: int) -> None:
-    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads)
-    if not known or shape.heads not in HEADS or cluster not in CLUSTERS:
+    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads, shape.tensor)
+    heads = TENSOR_HEADS if shape.tensor else HEADS
+    if not known or shape.heads not in heads or cluster not in CLUSTERS:
         raise ArgumentError(
             f"a score_blocks kernel for {shape}, cluster {cluster}",
             need=f"what shape_for gives, and one of {CLUSTERS}",
@@ -288,6 +315,7 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
 def every_shape() -> list[Shape]:
     """All shapes that a call may run."""
     found = [shape_for(*chosen) for chosen in product(KINDS, TYPES, DIMS, HEADS)]
+    found += [shape_for("bound", *each, True) for each in product(TYPES, DIMS, TENSOR_HEADS)]
     return list(dict.fromkeys(shape for shape in found if shape is not None))
 
 
@@ -303,7 +331,8 @@ def _config(shape: Shape) -> str:
 struct Config {{
   static constexpr score_blocks::Kind kKind = score_blocks::Kind::{shape.kind};
   static constexpr Type kType = Type::{TYPES[shape.dtype]};
-  static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.rows};
+  static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.held};
+  static constexpr bool kTensor = {str(shape.tensor).lower()};
   static constexpr int kWarps = {WARPS}, kScores = {_SCORES}, kRanks = {MOST_RANKS};
   static constexpr int kAhead = {_AHEAD};
 }};
