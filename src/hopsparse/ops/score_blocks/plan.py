@@ -39,6 +39,7 @@ _FEW_ROWS = 1630
 # Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
 # ahead, and the cluster.
 _SASS = ("LDG.E.LTC128B.128", "FFMA", "ACQBULK", "UCGABAR_ARV", "STAS.128", "CCTL.E.PF2")
+_SASS_TENSOR = ("HMMA.16816.F32", "HMNMX2")
 _SASS_CHOOSE = ("ATOMS.POPC.INC.32", "VOTE")
 _SASS_APPEND = ("LDG.E.LTC128B", "FADD", "ACQBULK")
 
@@ -114,6 +115,16 @@ class Shape:
             (2, 8)
         """
         return (4 if self.dim == 64 else 8) if self.tensor else self.rows
+
+    @property
+    def pieces_held(self) -> int:
+        """Pieces of 16 KB that a block of threads has on their way at a time.
+
+        Example:
+            >>> Shape("bound", "bfloat16", 128, 8, True).pieces_held
+            4
+        """
+        return self.held // 2 if self.tensor else 1
 
     @property
     def rows(self) -> int:
@@ -309,7 +320,9 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
     if spec.entry == "append_keys_kernel":
         return _SASS_APPEND
-    return (*_SASS, *_SASS_CHOOSE) if spec.entry == "select_blocks_kernel" else _SASS
+    products = _SASS_TENSOR if "tensor cores" in spec.name else ()
+    choice = _SASS_CHOOSE if spec.entry == "select_blocks_kernel" else ()
+    return (*_SASS, *products, *choice)
 
 
 def every_shape() -> list[Shape]:
