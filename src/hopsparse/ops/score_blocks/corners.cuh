@@ -17,8 +17,9 @@
 
 namespace score_blocks {
 
-// A part is 32 entries of 8 rows, low and high. A lane holds 8 of them, and asks for another in its
-// place when it has used one, so that a block of threads has 64 KB on their way.
+// A part is 32 entries of 8 rows, low and high. A lane holds some, and asks for another in its
+// place when it has used one, so that a block of threads has 64 KB on their way, or 32 for heads
+// of 64.
 template <class C>
 struct Parts {
   static constexpr u32 kAll = C::kRows, kUnits = C::kDim / 32;  // of a turn, and of a row
@@ -27,7 +28,8 @@ struct Parts {
   static constexpr u32 kTiles = kAll / kUnits, kBeside = C::kDim == 128 ? 2 : 1;
   static constexpr u32 kApart = C::kWarps * 8;   // rows from a warp's tile to its next
   static constexpr u32 kTurn = kApart * kTiles;  // rows that a block of threads has at once
-  static_assert(!C::kTensor || (C::kRows == kAll && kApart % Facts<C>::kStep == 0), "whole pieces");
+  static_assert(!C::kTensor || (kAll % kUnits == 0 && kApart % Facts<C>::kStep == 0),
+                "whole pieces");
 };
 
 struct alignas(16) Words {
@@ -40,7 +42,8 @@ struct alignas(16) Words {
 // 8 entries of 32.
 template <class C>
 struct Queries<C, true> {
-  static constexpr u32 kPieces = (Parts<C>::kUnits - 1) / C::kWarps + 1, kTiles = C::kHeads / 8;
+  static constexpr u32 kPieces = (Parts<C>::kUnits - 1) / C::kWarps + 1,
+                       kTiles = (C::kHeads + 7) / 8;
   u32 piece[kPieces][kTiles][4];
 };
 

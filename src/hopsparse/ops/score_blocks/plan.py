@@ -111,8 +111,8 @@ class Shape:
         """Loads of low and high that a lane has under way: rows, or for the tensor cores parts.
 
         Example:
-            >>> Shape("bound", "bfloat16", 128, 4).held, Shape("bound", "bfloat16", 128, 8, True).held
-            (2, 8)
+            >>> Shape("mean", "float32", 128, 4).held, Shape("bound", "float16", 64, 8, True).held
+            (2, 4)
         """
         return (4 if self.dim == 64 else 8) if self.tensor else self.rows
 

@@ -45,8 +45,8 @@ Kept = tuple[Tensor, Tensor, Tensor]
 def slack_factor(dim: int, block: int) -> float:
     """How far scores in float32 may be off, of the sum of their magnitudes.
 
-    The sum of a block in any order, with the product with its scale; and the products, summed by one
-    of two kernels. In float32: 2 dim products and their sum. By the tensor cores: an instruction
+    The sum of a block in any order, with the product with its scale; and products, summed by one of
+    two kernels. In float32: 2 dim products and their sum. By the tensor cores: an instruction
     cuts its 16 products and the sum before them to 24 bits of the largest, which none of them
     exceeds by itself, and cuts their sum to as many; a cut takes less than 2 units. For 16
     dimensions there are two instructions, of q+ and of q-, but 16 products that are not 0: 16 cuts
