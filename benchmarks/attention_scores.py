@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/attention_scores.py --out attention_scores.jsonl
 
 bfloat16, 32 query heads, 8 of keys, dim 128, blocks of 64. Contenders of a case: score_blocks by
-bound, mean and mass, by bound with clusters of every size, and by bound with every choice of what
-is asked for ahead of the loads; append_keys of one token a sequence;
+bound, mean and mass, by bound with products by the tensor cores and in float32, with clusters of
+every size, and by bound with every choice of what is asked for ahead of the loads; append_keys of
+one token a sequence;
 and append, score and select in a row, also with launches that start before the kernel ahead has
 ended; the same with select_blocks, which scores and chooses in one launch; and select_blocks alone
 with clusters of every size; --only says which. Calls work on copies of the blocks in turns, so that
@@ -36,6 +37,7 @@ from hopsparse.ops import (
 )
 from hopsparse.ops.score_blocks import choose, plan, reference
 from hopsparse.ops.score_blocks.device import Wanted, enqueue
+from hopsparse.ops.score_blocks.layout import by_tensor_cores
 from hopsparse.ops.score_blocks.starts import Asks
 
 HEADS, KV_HEADS, DIM, BLOCK, BUDGET = 32, 8, 128, 64, 2048
@@ -104,6 +106,7 @@ def measured(batch: int, context: int, rounds: int, only: list[str] | None) -> l
         *((scored(kind, made), entries * ENTRY_BYTES[kind]) for kind in plan.KINDS),
         *((clustered(size, made), entries * ENTRY_BYTES["bound"]) for size in plan.CLUSTERS),
         *((asking(name, made), entries * ENTRY_BYTES["bound"]) for name in ASKS),
+        *((producing(fused, made), entries * ENTRY_BYTES["bound"]) for fused in (False, True)),
         (appended(made), 0),
         *(
             (in_a_row(fused, early, made), entries * ENTRY_BYTES["bound"])
@@ -155,8 +158,9 @@ def check(each: Inputs) -> None:
     found = reference.ranges(each.q, each.kept, BLOCK, each.lengths, scale)
     largest = torch.maximum(each.blocks.low.abs(), each.blocks.high.abs()).double()
     q = (each.q.double().abs() * scale).view(-1, KV_HEADS, HEADS // KV_HEADS, DIM)
-    off = score_error((q @ largest.transpose(-1, -2)).flatten(1, 2))
+    size = (q @ largest.transpose(-1, -2)).flatten(1, 2)
     for kind, wanted in (("bound", found.high), ("mean", found.mean)):
+        off = score_error(size, DIM if by_tensor_cores(each.q, each.kept, kind) else 0)
         got = score_blocks(each.q, each.blocks, each.lengths, kind=kind, per_head=True)
         if not bool(((got.double() - wanted.double()).abs() <= off).all()):
             raise SystemExit(f"{kind}: not what the reference gives")
@@ -182,9 +186,16 @@ def asking(name: str, made: list[Inputs]) -> Contender:
     return bounds(name, made, None, ASKS[name])
 
 
-def bounds(name: str, made: list[Inputs], size: int | None, asks: Asks | None) -> Contender:
-    """By bound, with clusters and requests that are told."""
-    wanted = Wanted("bound", reference.default_scale(DIM), False)
+def producing(fused: bool, made: list[Inputs]) -> Contender:
+    """By bound, with products in float32 or by the tensor cores."""
+    return bounds("float32 products" if fused else "tensor cores", made, None, None, fused)
+
+
+def bounds(
+    name: str, made: list[Inputs], size: int | None, asks: Asks | None, fused: bool = False
+) -> Contender:
+    """By bound, with clusters, requests and products that are told."""
+    wanted = Wanted("bound", reference.default_scale(DIM), False, fused)
     shape = (*made[0].blocks.low.shape[:3],)
 
     def call(x: Inputs) -> Call:

@@ -36,16 +36,17 @@ def moved(p: Problem, device: torch.device) -> Problem:
     return replace(p, q=p.q.to(device), blocks=blocks, lengths=p.lengths.to(device))
 
 
-def scored(p: Problem, kind: str, *, per_head: bool, cluster: int | None = None) -> Tensor:
+def scored(
+    p: Problem, kind: str, *, per_head: bool, cluster: int | None = None, fused: bool = False
+) -> Tensor:
     """What the kernel writes, by a cluster of that size; what it does not, and beside it, is 7."""
     heads = p.q.shape[1] if per_head else p.blocks.low.shape[1]
     size, guard = (p.q.shape[0], heads, p.blocks.low.shape[2]), 64
     count = size[0] * size[1] * size[2]
     frame = torch.full((count + 2 * guard,), 7.0, device=p.q.device)
     scores = frame[guard : guard + count].view(size)
-    enqueue(
-        scores, p.q, p.kept, p.lengths, p.blocks.block, Wanted(kind, p.scale, per_head), cluster
-    )
+    wanted = Wanted(kind, p.scale, per_head, fused)
+    enqueue(scores, p.q, p.kept, p.lengths, p.blocks.block, wanted, cluster)
     assert (frame[:guard] == 7).all()
     assert (frame[-guard:] == 7).all()
     return scores.cpu()
@@ -73,6 +74,25 @@ def test_groups_dims_and_dtypes(
 ) -> None:
     p = problem((2, group, dim), [0, 1, 700, 333], dtype=dtype, count=46)
     check(p, kind, device, *plan.CLUSTERS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("dim", plan.DIMS)
+@pytest.mark.parametrize("group", [1, 4, 8, 9, 16])
+def test_bounds_hold_though_tensor_cores_cut(
+    group: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Blocks of one key, whose bound is its score, of terms of one sign and of sizes far apart; and
+    the same by products in float32."""
+    p = problem((2, group, dim), [3000, 777], block=1, dtype=dtype)
+    keys = (p.keys.float() * 2.0 ** torch.randint(-12, 1, p.keys.shape)).to(dtype)
+    keys[:, :, :500] = keys[:, :, :500].abs()
+    append_keys(p.blocks, keys.transpose(1, 2), torch.zeros(2).int(), p.lengths)
+    p = replace(p, q=torch.cat((p.q[:1].abs(), p.q[1:])), keys=keys)
+    check(p, "bound", device, *plan.CLUSTERS)
+    for cluster in plan.CLUSTERS:
+        old = scored(moved(p, device), "bound", per_head=True, cluster=cluster, fused=True)
+        assert_per_head(old, p, "bound", fused=True)
 
 
 @KINDS

@@ -23,7 +23,7 @@ ASKS = [starts.Asks(*each) for each in product((False, True), repeat=2)]
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(device: torch.device) -> None:
     """All kernels of these shapes, side by side, before the first test."""
-    shapes = [plan.shape_for(kind, "bfloat16", 128, 4) for kind in plan.KINDS]
+    shapes = [plan.shape_for(kind, "bfloat16", 128, 4, tensor=True) for kind in plan.KINDS]
     specs = [
         make(shape, cluster)
         for shape in shapes

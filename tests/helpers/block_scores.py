@@ -10,6 +10,7 @@ from torch import Tensor
 from hopsparse.measure.block_error import mass_error, score_error, shared_error
 from hopsparse.ops import KeyBlocks, append_keys
 from hopsparse.ops.score_blocks import reference
+from hopsparse.ops.score_blocks.layout import by_tensor_cores
 
 NAN, INF = float("nan"), float("inf")
 
@@ -55,19 +56,26 @@ def problem(
     return Problem(q, blocks, held, keys)
 
 
-def ranges_of(p: Problem) -> tuple[reference.Ranges, Tensor]:
+def ranges_of(p: Problem, tensor: bool) -> tuple[reference.Ranges, Tensor]:
     """Ranges of the reference, and how far another evaluation in float32 may be from them."""
     found = reference.ranges(p.q, p.kept, p.blocks.block, p.lengths, p.scale)
     batch, heads, dim = p.q.shape
     kv_heads = p.blocks.low.shape[1]
     largest = torch.maximum(p.blocks.low.double().abs(), p.blocks.high.double().abs())
     q = (p.q.double().abs() * p.scale).view(batch, kv_heads, heads // kv_heads, dim)
-    return found, score_error((q @ largest.transpose(-1, -2)).view(batch, heads, -1))
+    return found, score_error((q @ largest.transpose(-1, -2)).view(batch, heads, -1), dim * tensor)
 
 
-def assert_per_head(got: Tensor, p: Problem, kind: str) -> None:
-    """Scores of query heads are as near to the reference as float32 allows, and bounds hold."""
-    found, off = ranges_of(p)
+def assert_per_head(got: Tensor, p: Problem, kind: str, fused: bool = False) -> None:
+    """Scores of query heads are as near to the reference as float32 allows, and bounds hold.
+
+    Args:
+        got: What the kernel gave.
+        p: Of what.
+        kind: "bound", "mean" or "mass".
+        fused: It was the kernel of float32 products; else the one that a call runs.
+    """
+    found, off = ranges_of(p, not fused and by_tensor_cores(p.q, p.kept, kind))
     there = (found.counts > 0).expand(got.shape)
     assert (got[~there] == -INF).all()
     low, high = found.low.double(), found.high.double()

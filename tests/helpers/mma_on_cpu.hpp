@@ -1,6 +1,7 @@
 // What kernels of tensor cores need beside cuda_on_cpu.hpp: matrices of a warp, products of 16 x 8 x
 // 16, what blocks of a cluster send one another, and copies that are done as late as waits allow.
 #pragma once
+#include <algorithm>
 #include <deque>
 #include <functional>
 
@@ -86,6 +87,21 @@ inline void load_transposed_x4(u32* words, u32 address) {
   });
 }
 
+// Terms as an instruction of Hopper sums them where CUT_SUMS is set: the last is the sum before it.
+// Each is cut to 24 bits of the largest, and so is their sum. Infinite ones and NaN are summed.
+inline float cut_sum(const double (&terms)[17]) {
+  double largest = 0, total = 0;
+  for (double term : terms) largest = std::max(largest, std::fabs(term)), total += term;
+  if (!(std::fabs(total) < INFINITY) || largest == 0) return static_cast<float>(total);
+  const auto cut = [](double value, double of) {
+    const double unit = std::ldexp(1.0, std::ilogb(of) - 23);
+    return std::trunc(value / unit) * unit;
+  };
+  total = 0;
+  for (double term : terms) total += cut(term, largest);
+  return total == 0 ? 0.0f : static_cast<float>(cut(total, total));
+}
+
 // Of each warp of the one cluster that runs: what its lanes bring to a product.
 inline u32 fragments[16][8][32][6];
 
@@ -99,14 +115,20 @@ void multiply_add(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
   __syncwarp();
   for (u32 i = 0; i < 4; ++i) {
     const u32 row = g + i / 2 * 8, column = 2 * t + i % 2;
-    double total = sum[i];
+    double total = sum[i], terms[17];
+    terms[16] = sum[i];
     for (u32 k = 0; k < 16; ++k) {
       const u32 of_a = mine[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
       const u32 of_b = mine[column * 4 + k % 8 / 2][4 + k / 8];
       const u32 shift = k % 2 * 16;
-      total += double(unpack<kType>(of_a >> shift & 0xFFFF)) * unpack<kType>(of_b >> shift & 0xFFFF);
+      terms[k] = double(unpack<kType>(of_a >> shift & 0xFFFF)) * unpack<kType>(of_b >> shift & 0xFFFF);
+      total += terms[k];
     }
+#ifdef CUT_SUMS
+    sum[i] = cut_sum(terms);
+#else
     sum[i] = static_cast<float>(total);
+#endif
   }
   __syncwarp();
 }

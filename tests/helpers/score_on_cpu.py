@@ -22,7 +22,7 @@ FILES = (
     "device/order/rank.cuh",
     *(
         f"ops/score_blocks/{name}.cuh"
-        for name in ("fold", "rows", "newest", "scores", "kernel", "choose", "append")
+        for name in ("fold", "rows", "newest", "corners", "scores", "kernel", "choose", "append")
     ),
 )
 
@@ -40,16 +40,30 @@ void load_written(u32 (&words)[N], bool inside, const void* from) {
   for (u32& word : words) word = 0;
   if (inside) std::memcpy(words, from, sizeof(words));
 }
+inline void load_written_over(u32 (&words)[4], bool inside, const void* from) {
+  if (inside) std::memcpy(words, from, sizeof(words));
+}
+template <bool Bf16>
+u32 larger_size(u32 one, u32 other) {
+  u32 word = 0;
+  for (u32 shift = 0; shift < 32; shift += 16) {
+    // Bits of magnitudes are ordered as these are, and NaN is above infinity.
+    word |= max(one >> shift & 0x7FFF, other >> shift & 0x7FFF) << shift;
+  }
+  return word;
+}
 """
 
 _ENTRY = """
-template <int Kind_, int Type_, int Dim, int Heads, int Scores>
+template <int Kind_, int Type_, int Dim, int Heads, int Scores, bool Tensor>
 struct Tested {
   static constexpr score_blocks::Kind kKind = static_cast<score_blocks::Kind>(Kind_);
   static constexpr Type kType = static_cast<Type>(Type_);
   static constexpr int kDim = Dim, kHeads = Heads, kWarps = 2, kScores = Scores, kRanks = 1024;
   static constexpr int kAhead = 2;
-  static constexpr int kRows = Kind_ == 2 || (Kind_ == 0 && kType == Type::f32) ? 1 : 2;
+  static constexpr bool kTensor = Tensor;
+  static constexpr int kOne = Kind_ == 2 || (Kind_ == 0 && kType == Type::f32) ? 1 : 2;
+  static constexpr int kRows = Tensor ? (Dim == 64 ? 4 : 8) : kOne;
 };
 template <class C>
 void score(const score_blocks::Args& a, u32 batch, int cluster) {
@@ -104,12 +118,14 @@ class Variant:
     dim: int
     heads: int
     scores: int = 512
+    tensor: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.dtype} dim {self.dim} heads {self.heads} scores {self.scores}"
+        name = f"{self.kind} {self.dtype} dim {self.dim} heads {self.heads} scores {self.scores}"
+        return f"{name} tensor cores" if self.tensor else name
 
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = TYPES = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = (
     Variant("bound", BF16, 64, 1),
     Variant("bound", BF16, 64, 4),
@@ -124,6 +140,12 @@ VARIANTS = (
     Variant("mass", BF16, 128, 2, 24),
     Variant("mass", F32, 64, 1),
     Variant("mass", F32, 256, 4),
+    Variant("bound", BF16, 64, 8, tensor=True),
+    Variant("bound", BF16, 64, 16, 350, tensor=True),  # less than the rows: scored twice
+    Variant("bound", BF16, 128, 8, tensor=True),
+    Variant("bound", F16, 128, 16, tensor=True),
+    Variant("bound", F16, 256, 8, tensor=True),
+    Variant("bound", BF16, 256, 16, tensor=True),
 )
 
 
@@ -131,7 +153,8 @@ def _cases(name: str) -> str:
     """A branch for each variant."""
     return "\n".join(
         f"    case {number}: {name}<Tested<{plan.KINDS.index(t.kind)}, "
-        f"{2 if t.dtype == F32 else 0}, {t.dim}, {t.heads}, {t.scores}>>(*a, batch, cluster); "
+        f"{TYPES.index(t.dtype)}, {t.dim}, {t.heads}, {t.scores}, {str(t.tensor).lower()}>>"
+        "(*a, batch, cluster); "
         "break;"
         for number, t in enumerate(VARIANTS)
     )
@@ -152,7 +175,15 @@ class Compiled:
         source, library = folder / "score.cpp", folder / "score.so"
         entry = _ENTRY.replace("CASES", _cases("score")).replace("CHOOSE", _cases("choose"))
         source.write_text(_HERE + text + entry)
-        options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+        options = [
+            "-std=c++20",
+            "-O1",
+            "-DCUT_SUMS",
+            "-ffp-contract=off",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+        ]
         include = f"-I{Path(__file__).parent}"
         subprocess.run(["g++", *options, include, "-o", str(library), str(source)], check=True)
         self._library = ctypes.CDLL(str(library))

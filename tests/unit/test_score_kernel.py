@@ -15,13 +15,30 @@ from hopsparse.errors import ArgumentError
 from hopsparse.ops import KeyBlocks, append_keys
 from hopsparse.ops.score_blocks import explain_scores, plan
 from hopsparse.ops.score_blocks.choose import Choice
-from hopsparse.ops.score_blocks.layout import refused_choice, refused_keys, refused_scores
+from hopsparse.ops.score_blocks.device import Wanted, shape_of
+from hopsparse.ops.score_blocks.layout import (
+    by_tensor_cores,
+    refused_choice,
+    refused_keys,
+    refused_scores,
+)
+from hopsparse.ops.score_blocks.reference import slack_factor
 from hopsparse.ops.score_blocks.starts import Asks
 from hopsparse.ops.select import reference as select_reference
 from hopsparse.ops.select_blocks.dispatch import row_lengths
 from hopsparse.plan import TARGETS
-from tests.helpers.block_scores import INF, NAN, Problem, assert_per_head, assert_shared, problem
+from tests.helpers.block_scores import (
+    INF,
+    NAN,
+    Problem,
+    assert_per_head,
+    assert_shared,
+    exact_scores,
+    problem,
+)
 from tests.helpers.score_on_cpu import BF16, F32, VARIANTS, Compiled, Variant
+
+TENSOR = [each for each in VARIANTS if each.tensor]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +48,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 def group_of(tested: Variant) -> int:
     """One that does not fill the last round of heads, where there are rounds."""
-    return 6 if tested.heads == 4 else tested.heads
+    return {4: 6, 8: 5, 16: 11}.get(tested.heads, tested.heads)
 
 
 @pytest.mark.parametrize("cluster", [1, 3])
@@ -40,11 +57,11 @@ def test_scores_are_those_of_the_reference(kernel: Compiled, tested: Variant, cl
     shape = (2, group_of(tested), tested.dim)
     p = problem(shape, [0, 1, 700, 333], dtype=tested.dtype, count=46)
     per_head = kernel.scores(tested, p, cluster, per_head=True)
-    assert_per_head(per_head, p, tested.kind)
+    assert_per_head(per_head, p, tested.kind, fused=not tested.tensor)
     assert_shared(kernel.scores(tested, p, cluster, per_head=False), per_head, 2)
 
 
-@pytest.mark.parametrize("tested", [VARIANTS[2], VARIANTS[7], VARIANTS[9]], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[2], VARIANTS[7], VARIANTS[9], TENSOR[2]], ids=str)
 def test_what_is_asked_for_ahead_changes_no_bit(kernel: Compiled, tested: Variant) -> None:
     """Tests else ask for all; one launch asks for nothing, one for the first pieces alone."""
     p = problem((2, group_of(tested), tested.dim), [0, 700, 333], dtype=tested.dtype, count=46)
@@ -56,7 +73,7 @@ def test_what_is_asked_for_ahead_changes_no_bit(kernel: Compiled, tested: Varian
         assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9]], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9], *TENSOR[:4]], ids=str)
 def test_more_blocks_of_threads_change_only_the_order_of_sums(
     kernel: Compiled, tested: Variant
 ) -> None:
@@ -67,17 +84,55 @@ def test_more_blocks_of_threads_change_only_the_order_of_sums(
     assert torch.equal(*again)
 
 
+@pytest.mark.parametrize("tested", TENSOR, ids=str)
+def test_bounds_hold_though_tensor_cores_cut(kernel: Compiled, tested: Variant) -> None:
+    """Blocks of one key have the least slack: their bound is the score. Sums are cut here as a GPU
+    cuts them, of terms of one sign, which lose most, of both, and of sizes far apart.
+    """
+    group, blocks = group_of(tested), 200
+    p = problem((2, group, tested.dim), [blocks, blocks], block=1, dtype=tested.dtype)
+    spread = 2.0 ** torch.randint(-12, 1, p.keys.shape)
+    keys = (p.keys.float() * spread).to(tested.dtype)
+    keys[:, :, :40] = keys[:, :, :40].abs()
+    keys[:, :, 40:80] = -keys[:, :, 40:80].abs()
+    append_keys(p.blocks, keys.transpose(1, 2), torch.zeros(2).int(), p.lengths)
+    q = p.q.clone()
+    q[:, ::2] = q[:, ::2].abs()
+    p = replace(p, q=q, keys=keys)
+    got = kernel.scores(tested, p, 2, per_head=True)
+    assert_per_head(got, p, "bound")
+    # Without its slack a bound would not hold: sums are below what they stand for.
+    scores = exact_scores(p).amax(-1)
+    scaled = (p.q.double().abs() * p.scale).view(2, 2, group, tested.dim)
+    size = scaled @ p.blocks.low.double().abs().transpose(-1, -2)
+    slack = slack_factor(tested.dim, 1) * size.reshape(scores.shape)
+    assert (got.double() - slack < scores).any()
+
+
+def test_where_tensor_cores_multiply() -> None:
+    p = problem((1, 7, 128), [64])
+    assert [by_tensor_cores(p.q, p.kept, kind) for kind in plan.KINDS] == [True, False, False]
+    assert not by_tensor_cores(p.q.half(), p.kept, "bound")
+    wide = problem((1, 7, 128), [64], dtype=F32)
+    assert not by_tensor_cores(wide.q, wide.kept, "bound")
+    shapes = [plan.shape_for("bound", "float16", 64, group, tensor=True) for group in (1, 8, 9, 16)]
+    assert [each.heads for each in shapes if each is not None] == [8, 8, 16, 16]
+    asked = Wanted("bound", 1.0, False)
+    assert shape_of(p.q, p.kept, asked)[0].tensor
+    assert not shape_of(p.q, p.kept, asked._replace(fused=True))[0].tensor
+
+
 @pytest.mark.parametrize("q_dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[5]], ids=str)
 def test_queries_may_have_another_dtype(
     kernel: Compiled, tested: Variant, q_dtype: torch.dtype
 ) -> None:
     p = problem((2, 4, tested.dim), [100, 37], dtype=tested.dtype, q_dtype=q_dtype)
-    assert_per_head(kernel.scores(tested, p, 2, per_head=True), p, tested.kind)
+    assert_per_head(kernel.scores(tested, p, 2, per_head=True), p, tested.kind, fused=True)
 
 
 @pytest.mark.parametrize("odd", [NAN, INF, -INF])
-@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9]], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[1], VARIANTS[7], VARIANTS[9], *TENSOR[2:5]], ids=str)
 def test_what_is_not_finite_shows_in_its_block_alone(
     kernel: Compiled, tested: Variant, odd: float
 ) -> None:
@@ -95,7 +150,7 @@ def test_what_is_not_finite_shows_in_its_block_alone(
             assert (scores[wrong] != -INF).all()
 
 
-@pytest.mark.parametrize("tested", [VARIANTS[3], VARIANTS[8]], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[3], VARIANTS[8], TENSOR[0], TENSOR[5]], ids=str)
 def test_blocks_of_any_strides(kernel: Compiled, tested: Variant) -> None:
     p = problem((2, 1, tested.dim), [200, 90], dtype=tested.dtype)
     laid = []
@@ -175,7 +230,7 @@ def test_blocks_that_are_hard_to_tell_apart(
     assert_chosen(kernel, tested, p, Choice(None, [k, min(k, blocks), sink, recent]), 2)
 
 
-@pytest.mark.parametrize("tested", [VARIANTS[2], VARIANTS[7], VARIANTS[10]], ids=str)
+@pytest.mark.parametrize("tested", [VARIANTS[2], VARIANTS[7], VARIANTS[10], TENSOR[1]], ids=str)
 def test_rows_have_numbers_of_their_own(kernel: Compiled, tested: Variant) -> None:
     lengths = [0, 500, 160, 2**31 - 1, -7]
     p = problem((2, tested.heads, tested.dim), [640] * 5, dtype=tested.dtype, count=40)

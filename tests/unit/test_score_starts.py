@@ -241,8 +241,8 @@ class _Kernel:
         (1, 2048, False, False, NOTHING),
         (1, 2048, True, True, Asks(first=True, later=False)),
         (8, 512, True, False, NOTHING),
-        (8, 2048, False, False, ALL),
-        (8, 2048, True, False, ALL),
+        (8, 2048, False, False, NOTHING),
+        (8, 2048, True, False, NOTHING),
         (32, 512, True, True, NOTHING),
     ],
 )

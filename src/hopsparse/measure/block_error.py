@@ -2,7 +2,9 @@
 
 The kernel of score_blocks rounds less than its slack allows for: twice a centre once, a reach
 three times; 16 fused products of a lane; sums over at most 32 lanes; one addition more. The
-reference sums in float64, and rounds products, their sum and the slack: six times.
+reference sums in float64, and rounds products, their sum and the slack: six times. Where the tensor
+cores sum, what they cut comes on top, 2.5 units a dimension (`reference.slack_factor` of
+score_blocks derives it); their kernel rounds less otherwise.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ _ROUNDINGS = 3 + 16 + 5 + 1 + 6 + 1  # and one for 1 + slack, which is below 1 +
 _OF_MASS = 16  # units that the kernel of "mass" adds, since it may have lost as many
 
 
-def score_error(size: Tensor) -> Tensor:
+def score_error(size: Tensor, tensor_dim: int = 0) -> Tensor:
     """Largest difference of two scores of a block, of its bound, its range or its mean.
 
     Args:
         size: float64: sum over dimensions of |scale q| times the largest magnitude of a key.
+        tensor_dim: Dimensions that the tensor cores sum; 0: they do not.
 
     Example:
         >>> bool(score_error(torch.ones(1).double()) < 4e-6)
         True
     """
     tiny = torch.finfo(torch.float32).tiny
-    return gamma(_ROUNDINGS, torch.float32) * size.double() + tiny
+    return gamma(_ROUNDINGS + -(-5 * tensor_dim // 2), torch.float32) * size.double() + tiny
 
 
 def mass_error(low: Tensor, high: Tensor, counts: Tensor) -> Tensor:

@@ -15,6 +15,16 @@ __device__ __forceinline__ void load_written(u32 (&words)[4], bool inside, const
       : "l"(from), "r"(u32(inside)));
 }
 
+// The same over what the words hold, which stays where `inside` is false.
+__device__ __forceinline__ void load_written_over(u32 (&words)[4], bool inside, const void* from) {
+  asm volatile(
+      "{.reg .pred inside;\n"
+      "setp.ne.u32 inside, %5, 0;\n"
+      "@inside ld.global.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];}"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(from), "r"(u32(inside)));
+}
+
 // 8 and 4 bytes of them.
 __device__ __forceinline__ void load_written(u32 (&words)[2], bool inside, const void* from) {
   asm volatile(

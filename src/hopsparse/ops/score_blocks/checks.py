@@ -117,8 +117,9 @@ def _range(p: _Problem, kind: str) -> tuple[Tensor, Tensor]:
     ends = torch.stack((q[:, :, None] * low, q[:, :, None] * high))
     top, bottom = ends.amax(0).sum(-1), ends.amin(0).sum(-1)
     size = (q.abs()[:, :, None] * torch.maximum(low.abs(), high.abs())).sum(-1)
+    cut = kind == "bound" and p.keys.dtype != torch.float32  # by the tensor cores
     # A bound holds for real numbers, so that what float32 may lose is on top of it.
-    off, lost = score_error(size), slack_factor(dim, p.block) * size + 2.0**-126
+    off, lost = score_error(size, dim if cut else 0), slack_factor(dim, p.block) * size + 2.0**-126
     if kind == "bound":
         least, most = top + lost - off, top + lost + off
     elif kind == "mean":

@@ -77,7 +77,7 @@ def enqueue(
     shape, sizes = shape_of(q, kept, wanted)
     turn = turn_of(shape, sizes, cluster, device)
     # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
-    key = (bytes(args), q.shape, kept[0].dtype, wanted.kind, cluster, asks, device, turn)
+    key = (bytes(args), q.shape, shape, cluster, asks, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
         kernel = kernel_of(plan.choose_spec_for, shape, sizes, cluster, device)

@@ -24,7 +24,7 @@ from ...launch import (
 from ...plan import KernelSpec
 from ...ranges import in_phase
 from . import plan, reference, starts
-from .layout import NAMES, Kept
+from .layout import NAMES, Kept, by_tensor_cores
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -39,12 +39,14 @@ class Wanted(NamedTuple):
         scale: Of q.k.
         per_head: A score for each query head.
         keys: [batch, 1, kv_heads, dim], the newest ones, taken in before they are scored; or None.
+        fused: By products in float32 also where the tensor cores would multiply; to compare.
     """
 
     kind: str
     scale: float
     per_head: bool
     keys: Tensor | None = None
+    fused: bool = False
 
 
 @in_phase("select", "score_blocks")
@@ -102,7 +104,7 @@ def enqueue(
     shape, sizes = shape_of(q, kept, wanted)
     turn = turn_of(shape, sizes, cluster, device)
     # The argument holds all that a launch depends on, but for its kernel, its grid and its stream.
-    key = (bytes(args), q.shape, kept[0].dtype, wanted.kind, cluster, asks, device, turn)
+    key = (bytes(args), q.shape, shape, cluster, asks, device, turn)
     bound = _BOUND.get(key)
     if bound is None:
         kernel = kernel_of(plan.spec_for, shape, sizes, cluster, device)
@@ -118,7 +120,8 @@ def shape_of(q: Tensor, kept: Kept, wanted: Wanted) -> tuple[plan.Shape, tuple[i
     """The shape of the kernel; heads of keys of all sequences, and blocks that each may have."""
     batch, heads, dim = q.shape
     kv_heads, count = kept[0].shape[1:3]
-    shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads)
+    tensor = by_tensor_cores(q, kept, wanted.kind) and not wanted.fused
+    shape = plan.shape_for(wanted.kind, NAMES[kept[0].dtype], dim, heads // kv_heads, tensor)
     assert shape is not None
     return shape, (batch * kv_heads, count)
 

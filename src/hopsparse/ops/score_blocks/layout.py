@@ -85,6 +85,17 @@ def refused_newest(kept: Kept, keys: Tensor, block: int) -> str | None:
     return f"{new} new tokens, not one" if new != 1 else refused_keys(kept, keys, block)
 
 
+def by_tensor_cores(q: Tensor, kept: Kept, kind: str) -> bool:
+    """Whether the kernel that scores these blocks multiplies by the tensor cores.
+
+    Args:
+        q: As for `refused_scores`, like all the rest.
+        kept: What is kept of keys.
+        kind: "bound", "mean" or "mass".
+    """
+    return kind == "bound" and q.dtype == kept[0].dtype and q.dtype != torch.float32
+
+
 _APART = "rows that are not contiguous, or do not start on 16 bytes"
 
 

@@ -17,9 +17,10 @@ namespace score_blocks {
 template <class C>
 constexpr u32 kOfWarp = Facts<C>::kTeams * C::kRows;
 
-// The warp that scores this block's row `own`.
+// The warp that scores this block's row `own`: tiles of 8 are counted from where scores begin.
 template <class C>
-__device__ __forceinline__ u32 warp_of(u32 own) {
+__device__ __forceinline__ u32 warp_of(const Rows& r, u32 own) {
+  if constexpr (C::kTensor) return own % r.room % (C::kWarps * 8) / 8;
   return own % Facts<C>::kStep / kOfWarp<C>;
 }
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ void begin_newest(Smem<C>& s, const Args& a, Rows& r,
   const bool fits = tokens > 0 && static_cast<u64>(tokens) <= u64(a.blocks) * a.block;
   if (!a.keys || !fits || (pieces - 1) % r.size != r.rank) return;
   r.newest = r.own - 1;
-  if (warp_of<C>(r.newest) != threadIdx.x / 32) return;
+  if (warp_of<C>(r, r.newest) != threadIdx.x / 32) return;
   Newest<C>& n = s.newest;
   const u32 lane = threadIdx.x % 32, bytes = key_bytes<C>(a), row = C::kDim * bytes;
   const u8* key = a.keys + (blockIdx.z * a.key_batch + blockIdx.y * a.key_head) * bytes;
@@ -68,10 +69,14 @@ __device__ __forceinline__ void begin_newest(Smem<C>& s, const Args& a, Rows& r,
 
 // Folds the key in. A lane has kDim / 32 neighbouring entries.
 template <class C, Type T>
-__device__ __forceinline__ void take(Newest<C>& n, const Args& a, const Rows& r) {
-  // By mean there are three of these loops, and as many registers as there may be.
-  constexpr u32 kEach = C::kDim / 32, kAtOnce = Facts<C>::kRange ? kEach : 1;
-  const u32 first = threadIdx.x % 32 * kEach;
+__device__ __forceinline__ void take(Newest<C>& n, const Args& a, const Rows& rows) {
+  Rows r = rows;
+  u32 lane = threadIdx.x % 32;
+  // Places are worked out here: ahead of the loop over pieces they would be registers in all of it.
+  asm volatile("" : "+r"(r.count), "+r"(lane));
+  // By mean there are three of these loops, and the tensor cores hold as many registers as there are.
+  constexpr u32 kEach = C::kDim / 32, kAtOnce = Facts<C>::kRange && !C::kTensor ? kEach : 1;
+  const u32 first = lane * kEach;
   const long long low_at = last_row(r, a.low_batch, a.low_head, a.low_block) + first;
   const long long high_at = last_row(r, a.high_batch, a.high_head, a.high_block) + first;
   const long long total_at = last_row(r, a.total_batch, a.total_head, a.total_block) + first;

@@ -14,6 +14,8 @@ from ...plan.spec import KernelSpec
 DIMS, MOST_GROUP = (64, 128, 256), 16
 #: Query heads that a row of a block meets at once; more of them come four by four.
 HEADS = (1, 2, 4)
+#: Query heads of an instruction of the tensor cores that are not zeros: half of its rows, or all.
+TENSOR_HEADS = (8, 16)
 #: Blocks of threads of a cluster: for many heads of keys, for few, and for few that are long. Those
 #: of 4 are there to be measured.
 CLUSTERS = (2, 4, 8, 16)
@@ -37,6 +39,7 @@ _FEW_ROWS = 1630
 # Instructions that the SASS of a kernel must show: loads of 16 bytes, the wait for the kernel
 # ahead, and the cluster.
 _SASS = ("LDG.E.LTC128B.128", "FFMA", "ACQBULK", "UCGABAR_ARV", "STAS.128", "CCTL.E.PF2")
+_SASS_TENSOR = ("HMMA.16816.F32", "HMNMX2")
 _SASS_CHOOSE = ("ATOMS.POPC.INC.32", "VOTE")
 _SASS_APPEND = ("LDG.E.LTC128B", "FADD", "ACQBULK")
 
@@ -95,17 +98,39 @@ class Shape:
         kind: "bound", "mean" or "mass".
         dtype: Of low and high; float32 for "mean", which reads none of them.
         dim: Of heads.
-        heads: One of `HEADS`.
+        heads: One of `HEADS`, or of `TENSOR_HEADS`.
+        tensor: Whether the tensor cores multiply: bounds, queries in the 16 bits of keys.
     """
 
     kind: str
     dtype: str
     dim: int
     heads: int
+    tensor: bool = False
+
+    @property
+    def held(self) -> int:
+        """Loads of low and high that a lane has under way: rows, or for the tensor cores parts.
+
+        Example:
+            >>> Shape("mean", "float32", 128, 4).held, Shape("bound", "float16", 64, 8, True).held
+            (2, 4)
+        """
+        return (4 if self.dim == 64 else 8) if self.tensor else self.rows
+
+    @property
+    def pieces_held(self) -> int:
+        """Pieces of 16 KB that a block of threads has on their way at a time.
+
+        Example:
+            >>> Shape("bound", "bfloat16", 128, 8, True).pieces_held
+            4
+        """
+        return self.held // 2 if self.tensor else 1
 
     @property
     def rows(self) -> int:
-        """Rows that a team of lanes has at once: as many as registers have room for.
+        """Rows of a piece for each team of lanes: as many as registers have room for.
 
         Example:
             >>> Shape("bound", "bfloat16", 128, 4).rows, Shape("mass", "bfloat16", 128, 4).rows
@@ -127,7 +152,7 @@ class Shape:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a block, as `struct Smem` of rows.cuh has it."""
-        most = MOST_GROUP if self.heads == HEADS[-1] else self.heads
+        most = MOST_GROUP if self.heads >= HEADS[-1] else self.heads
         parts = 2 * MOST_GROUP * CLUSTERS[-1]
         # Of the newest key: itself, least, largest and sum.
         newest = (3 * (4 if self.dtype == "float32" else 2) + 4) * self.dim + 16
@@ -140,10 +165,19 @@ class Shape:
 
 
 @lru_cache(maxsize=256)
-def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
+def shape_for(kind: str, dtype: str, dim: int, group: int, tensor: bool = False) -> Shape | None:
     """Who scores; None where there is no kernel.
 
+    Args:
+        kind: "bound", "mean" or "mass".
+        dtype: Of keys.
+        dim: Of heads.
+        group: Query heads of a head of keys.
+        tensor: Whether the tensor cores may: queries have the dtype of keys.
+
     Example:
+        >>> shape_for("bound", "bfloat16", 128, 7, tensor=True)
+        Shape(kind='bound', dtype='bfloat16', dim=128, heads=8, tensor=True)
         >>> shape_for("mean", "bfloat16", 128, 7)
         Shape(kind='mean', dtype='float32', dim=128, heads=4)
         >>> shape_for("bound", "bfloat16", 96, 4) is None
@@ -151,6 +185,9 @@ def shape_for(kind: str, dtype: str, dim: int, group: int) -> Shape | None:
     """
     if kind not in KINDS or dtype not in TYPES or dim not in DIMS or not 0 < group <= MOST_GROUP:
         return None
+    if tensor and kind == "bound" and dtype != "float32":
+        heads = next(each for each in TENSOR_HEADS if group <= each)
+        return Shape(kind, dtype, dim, heads, True)
     heads = next((each for each in HEADS if group <= each), HEADS[-1])
     return Shape(kind, "float32" if kind == "mean" else dtype, dim, heads)
 
@@ -173,7 +210,7 @@ def spec_for(shape: Shape, cluster: int) -> KernelSpec:
     return KernelSpec(
         op="score_blocks",
         name=f"{shape.kind}, {shape.dtype}, dim {shape.dim}, heads {shape.heads}, "
-        f"cluster {cluster}",
+        f"{'tensor cores, ' if shape.tensor else ''}cluster {cluster}",
         kernel="ops/score_blocks/kernel.cuh",
         text=_text(shape),
         entry="score_blocks_kernel",
@@ -205,8 +242,9 @@ def choose_spec_for(shape: Shape, cluster: int) -> KernelSpec:
 
 
 def _check_shape(shape: Shape, cluster: int) -> None:
-    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads)
-    if not known or shape.heads not in HEADS or cluster not in CLUSTERS:
+    known = shape == shape_for(shape.kind, shape.dtype, shape.dim, shape.heads, shape.tensor)
+    heads = TENSOR_HEADS if shape.tensor else HEADS
+    if not known or shape.heads not in heads or cluster not in CLUSTERS:
         raise ArgumentError(
             f"a score_blocks kernel for {shape}, cluster {cluster}",
             need=f"what shape_for gives, and one of {CLUSTERS}",
@@ -286,12 +324,15 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
     """Instructions that a kernel must hold."""
     if spec.entry == "append_keys_kernel":
         return _SASS_APPEND
-    return (*_SASS, *_SASS_CHOOSE) if spec.entry == "select_blocks_kernel" else _SASS
+    products = _SASS_TENSOR if "tensor cores" in spec.name else ()
+    choice = _SASS_CHOOSE if spec.entry == "select_blocks_kernel" else ()
+    return (*_SASS, *products, *choice)
 
 
 def every_shape() -> list[Shape]:
     """All shapes that a call may run."""
     found = [shape_for(*chosen) for chosen in product(KINDS, TYPES, DIMS, HEADS)]
+    found += [shape_for("bound", *each, True) for each in product(TYPES, DIMS, TENSOR_HEADS)]
     return list(dict.fromkeys(shape for shape in found if shape is not None))
 
 
@@ -307,7 +348,8 @@ def _config(shape: Shape) -> str:
 struct Config {{
   static constexpr score_blocks::Kind kKind = score_blocks::Kind::{shape.kind};
   static constexpr Type kType = Type::{TYPES[shape.dtype]};
-  static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.rows};
+  static constexpr int kDim = {shape.dim}, kHeads = {shape.heads}, kRows = {shape.held};
+  static constexpr bool kTensor = {str(shape.tensor).lower()};
   static constexpr int kWarps = {WARPS}, kScores = {_SCORES}, kRanks = {MOST_RANKS};
   static constexpr int kAhead = {_AHEAD};
 }};

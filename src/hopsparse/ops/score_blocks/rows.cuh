@@ -35,8 +35,9 @@ struct Facts {
   static constexpr bool kWide = C::kType == Type::f32;
   static constexpr u32 kLanes = C::kDim / kEntries, kTeams = 32 / kLanes;
   static constexpr u32 kBytes = kWide ? 4 : 2;
-  static constexpr u32 kMost = C::kHeads == 4 ? 16 : C::kHeads;  // query heads
-  static constexpr u32 kThreads = C::kWarps * 32, kStep = C::kWarps * kTeams * C::kRows;
+  static constexpr u32 kMost = C::kHeads >= 4 ? 16 : C::kHeads;  // query heads
+  static constexpr u32 kOfTeam = C::kTensor ? 2 : C::kRows;      // rows of a piece
+  static constexpr u32 kThreads = C::kWarps * 32, kStep = C::kWarps * kTeams * kOfTeam;
   // A half of q, where twice the centre of a range, and twice a mean, are taken.
   static constexpr float kOfQuery = kRange ? 0.5f : 1.0f, kOfMean = kRange ? 2.0f : 1.0f;
 };
@@ -139,7 +140,7 @@ __device__ __forceinline__ u32 place_of(u32 d) {
 }
 
 // The thread's pieces of q, 16 bytes each: asked for first and used when rows are on their way.
-template <class C>
+template <class C, bool Tensor = C::kTensor>
 struct Queries {
   static constexpr u32 kPieces =
       (Facts<C>::kMost * C::kDim * 4 - 1) / (Facts<C>::kThreads * 16) + 1;
@@ -147,7 +148,7 @@ struct Queries {
 };
 
 template <class C>
-__device__ __forceinline__ void load_queries(Queries<C>& queries, const Args& a) {
+__device__ __forceinline__ void load_queries(Queries<C, false>& queries, const Args& a) {
   const u32 bytes = a.group * C::kDim * (a.q_type == 2 ? 4 : 2);
   const u8* q = a.q + (u64(blockIdx.z) * a.kv_heads + blockIdx.y) * bytes;
 #pragma unroll
@@ -168,7 +169,8 @@ __device__ __forceinline__ void store_queries(Smem<C>& s, const Args& a, u32 at,
 
 // Heads up to the next multiple of kHeads are zeros.
 template <class C>
-__device__ __forceinline__ void keep_queries(Smem<C>& s, const Args& a, const Queries<C>& queries) {
+__device__ __forceinline__ void keep_queries(Smem<C>& s, const Args& a,
+                                             const Queries<C, false>& queries) {
   const u32 end = (a.group + C::kHeads - 1) / C::kHeads * C::kHeads * C::kDim;
 #pragma unroll
   for (u32 p = 0; p < Queries<C>::kPieces; ++p) {

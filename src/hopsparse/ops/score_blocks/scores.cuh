@@ -1,8 +1,8 @@
 // Scores of blocks of keys in shared memory, and what takes a head's share of them: the text that
 // both kernels have, the one that writes scores and the one that chooses by them.
 #pragma once
+#include "./corners.cuh"
 #include "./newest.cuh"
-#include "./rows.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/grid.cuh"
@@ -137,18 +137,17 @@ __device__ __forceinline__ void score_heads(Smem<C>& s, const Args& a,
 
 // A team's rows of a piece whose first is this block's row `first`.
 template <class C>
-__device__ __forceinline__ void load_rows(Raw<C> (&raw)[C::kRows], const Args& a, const Rows& r,
-                                          u32 first) {
+__device__ __forceinline__ void load_piece(Raw<C> (&raw)[C::kRows], const Args& a, const Rows& r,
+                                           u32 first) {
   const u32 row = row_at<C>(r, first) + threadIdx.x / Facts<C>::kLanes * C::kRows;
 #pragma unroll
   for (int j = 0; j < C::kRows; ++j) load_row<C>(raw[j], a, r, row + j);
 }
 
-// This block's rows from `begin` to `end`, the first of which are on their way, against every query
-// head, into shared memory.
+// Pieces by float32 products.
 template <class C>
-__device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
-                                      Raw<C> (&now)[C::kRows], u32 begin, u32 end) {
+__device__ __forceinline__ void score_pieces(Smem<C>& s, const Args& a, const Rows& r,
+                                             Raw<C> (&now)[C::kRows], u32 begin, u32 end) {
   constexpr u32 kStep = Facts<C>::kStep;
   const float whole = Facts<C>::kOfMean / static_cast<float>(a.block);
   const float last = Facts<C>::kOfMean / static_cast<float>(max(r.tokens, 1u));
@@ -156,7 +155,7 @@ __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
 #pragma unroll 1
   for (u32 first = begin; first + threadIdx.x / 32 * kOfWarp<C> < end; first += kStep) {
     Raw<C> next[C::kRows];
-    load_rows<C>(next, a, r, first + kStep);
+    load_piece<C>(next, a, r, first + kStep);
     if (a.ask_later) prefetch_rows<C, 1>(a, r, first + C::kAhead * kStep);
     put_newest<C>(now, s, a, r, first + threadIdx.x / 32 * kOfWarp<C>);
     const u32 row = row_at<C>(r, first) + team;
@@ -170,6 +169,29 @@ __device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
     for (u32 head = 0; head < a.group; head += C::kHeads) {
       score_heads<C>(s, a, rows, r, head, first + team, begin, end);
     }
+  }
+}
+
+// What is loaded first of this block's rows from `first` on.
+template <class C>
+__device__ __forceinline__ void load_rows(Raw<C> (&raw)[C::kRows], const Args& a, const Rows& r,
+                                          u32 first) {
+  if constexpr (C::kTensor) {
+    load_parts<C>(raw, a, r, first);
+  } else {
+    load_piece<C>(raw, a, r, first);
+  }
+}
+
+// This block's rows from `begin` to `end`, the first of which are on their way, against every query
+// head, into shared memory.
+template <class C>
+__device__ __forceinline__ void score(Smem<C>& s, const Args& a, const Rows& r,
+                                      Raw<C> (&now)[C::kRows], u32 begin, u32 end) {
+  if constexpr (C::kTensor) {
+    score_parts<C>(s, a, r, now, begin, end);
+  } else {
+    score_pieces<C>(s, a, r, now, begin, end);
   }
 }
 
@@ -291,15 +313,14 @@ __device__ __forceinline__ void score_rows(Smem<C>& s, const Args& a, const Rows
                                            Raw<C> (&now)[C::kRows], Use use) {
   const u32 tiles = max((r.own + r.room - 1) / r.room, 1u);
   const bool once = tiles == 1 && !a.per_head;
-  bool on_their_way = true;
 #pragma unroll 1
   for (u32 turn = a.per_head; turn < 2; ++turn) {
 #pragma unroll 1
     for (u32 tile = 0; tile < tiles; ++tile) {
       const u32 begin = tile * r.room, end = min(begin + r.room, r.own);
       if (turn == 0 || !once) {
-        if (!on_their_way) load_rows<C>(now, a, r, begin);
-        on_their_way = false;
+        // The first ones are on their way.
+        if (turn != a.per_head || tile != 0) load_rows<C>(now, a, r, begin);
         score<C>(s, a, r, now, begin, end);
         __syncthreads();
       }

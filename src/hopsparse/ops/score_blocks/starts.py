@@ -27,10 +27,12 @@ class Work(NamedTuple):
     Attributes:
         programs: Blocks of threads, of all clusters.
         pieces: Of 16 KB, that each of them has where a sequence fills its room.
+        held: Pieces that are on their way to registers at a time.
     """
 
     programs: int
     pieces: int
+    held: int = 1
 
 
 class Asks(NamedTuple):
@@ -56,9 +58,9 @@ def work_of(shape: Shape, pairs: int, rows: int, cluster: int) -> Work:
 
     Example:
         >>> work_of(Shape("bound", "bfloat16", 128, 4), 64, 2048, 2)
-        Work(programs=128, pieces=32)
+        Work(programs=128, pieces=32, held=1)
     """
-    return Work(pairs * cluster, -(-rows // (shape.piece_rows * cluster)))
+    return Work(pairs * cluster, -(-rows // (shape.piece_rows * cluster)), shape.pieces_held)
 
 
 def early_pays(work: Work, sm_count: int) -> bool:
@@ -84,7 +86,8 @@ def asks_of(work: Work, sm_count: int, *, early: bool) -> Asks:
     pieces on most of the SMs memory is what it waits for, and 64 KB that are asked for help; where
     few SMs read memory answers sooner. A kernel that starts early has time to ask for its first
     pieces; one that does not would load them at once. All that is asked for at a time is 8.4 MB at
-    most, a sixth of the L2 cache.
+    most, a sixth of the L2 cache. The kernel for the tensor cores has 32 or 64 KB on their way to
+    registers, and asks for no more.
 
     Args:
         work: What the launch has to do.
@@ -96,8 +99,12 @@ def asks_of(work: Work, sm_count: int, *, early: bool) -> Asks:
         (Asks(first=True, later=True), Asks(first=True, later=False))
         >>> asks_of(Work(512, 8), 132, early=True)
         Asks(first=False, later=False)
+        >>> asks_of(Work(128, 32, held=4), 132, early=False)
+        Asks(first=False, later=False)
     """
     if work.programs > sm_count:
         return Asks(first=False, later=False)
+    if work.held > 1:
+        return Asks(first=early, later=False)
     by_memory = work.pieces > _FEW_PIECES and 2 * work.programs > sm_count
     return Asks(first=early or by_memory, later=by_memory)
