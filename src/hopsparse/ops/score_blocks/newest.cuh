@@ -74,7 +74,7 @@ __device__ __forceinline__ void take(Newest<C>& n, const Args& a, const Rows& ro
   u32 lane = threadIdx.x % 32;
   // Places are worked out here: ahead of the loop over pieces they would be registers in all of it.
   asm volatile("" : "+r"(r.count), "+r"(lane));
-  // By mean there are three of these loops, and the tensor cores hold as many registers as there are.
+  // By mean there are three of these loops; tensor cores hold as many registers as there are.
   constexpr u32 kEach = C::kDim / 32, kAtOnce = Facts<C>::kRange && !C::kTensor ? kEach : 1;
   const u32 first = lane * kEach;
   const long long low_at = last_row(r, a.low_batch, a.low_head, a.low_block) + first;
