@@ -64,7 +64,9 @@ def _multiply(kind: str, n: int, panel: int) -> str:
     instructions = [
         _instruction(kind, n, panel, f"%{step}, %{_STEPS + step}", "0, 0") for step in range(_STEPS)
     ]
-    return _adding(instructions, [f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS)])
+    return _adding(
+        instructions, [f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS)]
+    )
 
 
 def _multiply_registers(kind: str, n: int, panel: int) -> str:

@@ -1,4 +1,4 @@
-"""Which kernel multiplies 33 to 512 tokens by a weight of bits and values: wide.cuh, arrange.cuh."""
+"""The kernels that multiply 33 to 512 tokens by a packed weight: wide.cuh and arrange.cuh."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Config:
         if self.tokens % 16 or self.tokens > 256:
             self._refuse("tokens in steps of 16, up to 256", "tokens=256")
         if self.ways > 2 or (self.ways == 2 and self.tokens > 64):
-            self._refuse("one way, or two up to 64 tokens: five warpgroups share registers", "ways=1")
+            self._refuse(
+                "one way, or two up to 64 tokens: five warpgroups share registers", "ways=1"
+            )
         if self.parts not in (1, 2, 4):
             self._refuse("1, 2 or 4 parts", "parts=1")
 
