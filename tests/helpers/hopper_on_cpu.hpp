@@ -79,10 +79,17 @@ inline void mbarrier_expect(u32 bar, u32 bytes) {
   b.settle();
 }
 inline void mbarrier_arrive(u32 bar) { mbarrier_expect(bar, 0); }
-inline void mbarrier_complete(u32 bar, u32 bytes) {
+// Another block's, by its address of the cluster.
+inline void mbarrier_arrive_remote(u32 bar) {
   std::lock_guard lock(everything);
-  mbarriers.at(of_this_block(bar)).bytes -= bytes;
-  mbarriers.at(of_this_block(bar)).settle();
+  --mbarriers.at(bar).pending;
+  mbarriers.at(bar).settle();
+}
+inline void mbarrier_complete(u32 bar, u32 bytes, u32 rank = rank_here) {
+  std::lock_guard lock(everything);
+  Mbarrier& b = mbarriers.at(cluster_address(bar, rank));
+  b.bytes -= bytes;
+  b.settle();
 }
 inline void mbarrier_wait(u32 bar, u32 parity) {
   const u32 key = of_this_block(bar);
@@ -161,7 +168,8 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128);
 
-inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4]) {
+inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4],
+                     u32 rank = rank_here) {
   std::this_thread::sleep_for(std::chrono::microseconds(dst * 2654435761u >> 22));
   u64 count = 1;
   const u64 bytes = map.bytes ? map.bytes : 2;
@@ -178,9 +186,10 @@ inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4])
     u64 value = 0;
     if (inside) std::memcpy(&value, reinterpret_cast<const void*>(from), bytes);
     const u32 to = dst + bytes * n;
-    std::memcpy(shared_memory() + (map.plain ? to : swizzled(to)), &value, bytes);
+    u8* memory = cluster_here->blocks[rank]->bytes();
+    std::memcpy(memory + (map.plain ? to : swizzled(to)), &value, bytes);
   }
-  mbarrier_complete(bar, bytes * count);
+  mbarrier_complete(bar, bytes * count, rank);
 }
 inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1) {
   copy_box(dst, map, bar, {c0, c1, 0, 0});
@@ -190,6 +199,13 @@ inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int
 }
 inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int c2, int c3) {
   copy_box(dst, map, bar, {c0, c1, c2, c3});
+}
+
+inline void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, u16 mask, int c0, int c1,
+                               int c2 = 0) {
+  for (u32 rank = 0; rank < 8; ++rank) {
+    if (mask >> rank & 1) copy_box(dst, map, bar, {c0, c1, c2, 0}, rank);
+  }
 }
 
 // Bytes that lie side by side, from 16 on to 16 on.

@@ -94,7 +94,8 @@ static thread_local float sums[{config.tokens // 2}];  // not inline: libraries 
 }};
 static_assert(sizeof(spmm_csr_wide::Args) == {ARGS_BYTES});
 extern "C" void multiply(const spmm_csr_wide::Args* args, u32 clusters) {{
-  launch({{clusters, 1, 1}}, {config.parts}, {spec.threads}, spmm_csr_wide::Smem<Config>::kBytes,
+  launch({{clusters, 1, 1}}, {config.parts * config.share}, {spec.threads},
+         spmm_csr_wide::Smem<Config>::kBytes,
          [&] {{ spmm_csr_wide::run<Config>(*args, shared_memory()); }});
 }}
 extern "C" void arrange(const spmm_csr_arrange::Args* args, u32 blocks) {{
@@ -130,7 +131,7 @@ def compiled(folder: Path, config: Config, room: int = 1024, stages: int = 2) ->
         aligned = -(-ctypes.addressof(memory) // 64) * 64
         ctypes.memmove(aligned, _args(config, w, laid, bias, y), ARGS_BYTES)
         blocks = config.blocks(w.shape[0], x.shape[0])
-        entries.multiply(ctypes.c_void_p(aligned), blocks // config.parts)
+        entries.multiply(ctypes.c_void_p(aligned), blocks // (config.parts * config.share))
         return y
 
     return run
@@ -150,7 +151,7 @@ def arranged(entries: ctypes.CDLL, w: Packed, x: Tensor) -> Tensor:
 def _args(config: Config, w: Packed, laid: Tensor, bias: Tensor | None, y: Tensor) -> bytes:
     """What wide_device.py packs, with a tensor map as hopper_on_cpu.hpp has it."""
     tokens, k = laid.shape
-    x_rows = min(config.tokens, tokens)
+    x_rows = config.rows_of_x(tokens)
     x_map = (laid.data_ptr(), 2, k, tokens, 0, 0, 2 * k, 0, 0, UNIT, x_rows, *([0] * 5))
     parts = (each.data_ptr() for each in (w.words, w.prefixes, w.values, w.starts))
     pointers = (*parts, 0 if bias is None else bias.data_ptr(), y.data_ptr())

@@ -11,7 +11,7 @@ from torch import Tensor
 from hopsparse.compiler.wgmma_dense import dense_product
 from hopsparse.errors import ArgumentError
 from hopsparse.formats import CSR
-from hopsparse.ops.spmm_csr import dispatch
+from hopsparse.ops.spmm_csr import device, dispatch, wide_device
 from hopsparse.ops.spmm_csr.ahead import prepare
 from hopsparse.ops.spmm_csr.packed import Packed, pack
 from hopsparse.ops.spmm_csr.plan import every_spec
@@ -28,8 +28,11 @@ from hopsparse.ops.spmm_csr.wide_cost import choose, predict
 from tests.helpers.tile_walk import A_AT
 from tests.helpers.wide_on_cpu import Run, compiled
 
-# A tile of each kind: one way, two, parts of k, and both.
-RUN = (Config(32, 1, 1), Config(16, 2, 1), Config(16, 1, 2), Config(16, 2, 4))
+# A tile of each kind: one way, two, parts of k, tokens that are shared, and all of it.
+RUN = (
+    *(Config(32, 1, 1), Config(16, 2, 1), Config(16, 1, 2), Config(16, 1, 4)),
+    *(Config(32, 1, 1, 2), Config(16, 2, 2, 2)),
+)
 SHAPE = (8192, 8192)
 
 
@@ -104,7 +107,7 @@ def test_pieces_are_laid_in_the_order_of_lanes() -> None:
 
 def test_names_and_shared_memory() -> None:
     specs = wide_specs()
-    assert len({spec.name for spec in specs}) == len(specs) == 1 + 12 * 2 * 3
+    assert len({spec.name for spec in specs}) == len(specs) == 1 + 16 * 2 * 3
     assert set(specs) <= set(every_spec())
     for config in CANDIDATES:
         for room in ROOMS:
@@ -157,12 +160,8 @@ def test_what_is_chosen() -> None:
 
 def test_who_multiplies_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(
-        "hopsparse.ops.spmm_csr.device.multiply_tiles", lambda w, x, bias: asked.append("tiles")
-    )
-    monkeypatch.setattr(
-        "hopsparse.ops.spmm_csr.wide_device.multiply_wide", lambda w, x, bias: asked.append("wide")
-    )
+    monkeypatch.setattr(device, "multiply_tiles", lambda w, x, bias: asked.append("tiles"))
+    monkeypatch.setattr(wide_device, "multiply_wide", lambda w, x, bias: asked.append("wide"))
     w = packed(weight(64, 64, 0.5))
     for tokens in (1, 32, 33, 512):
         dispatch._multiply_packed(w, torch.zeros(tokens, 64), None)

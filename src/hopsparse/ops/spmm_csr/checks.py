@@ -38,8 +38,8 @@ _FEATURES = (1, 3, 8, 20, 47, 64, 256, 640)
 _TORCH = (torch.int32, torch.int64)
 # tokens, out, k of every tile: ragged on all sides; long rows; rows of y that are no whole words.
 _WIDE = ((130, 520, 656), (300, 200, 4160), (70, 71, 2064))
-# The quick set of a GPU: the most tokens, and parts of k with two ways.
-_FIRST_TILES = (Config(256, 1, 1), Config(64, 2, 4))
+# The quick set of a GPU: the most tokens, which two blocks share; parts of k with two ways.
+_FIRST_TILES = (Config(256, 1, 1, 2), Config(64, 2, 4))
 
 
 def checks() -> Iterator[Check]:

@@ -6,7 +6,8 @@
 //              unpacks its 16 rows of the next unit while wgmma multiplies this one
 //   producer   a warp: a lane for each unit of a step copies its words and values, and one lane of
 //              each way the tokens, in the order in which arrange.cuh lays them
-//   grid       items, those of the same rows side by side; a cluster of kParts has parts of k
+//   grid       items, those of the same rows side by side; the blocks of a cluster have kShare times
+//              other rows, for which each loads a slice of the tokens for all, and kParts parts of k
 //   sums       through shared memory at the end, added in order over ways and parts
 // Bounds: products, 2 clocks a token and unit; unpacking, about 200 issue slots of each scheduler a
 // unit, kept or not; bytes of w. Not run on a GPU yet: docs/ops/spmm_csr.md.
@@ -37,12 +38,15 @@ struct Args {
   const u8* bias;      // [rows], or none
   u8* y;               // [tokens, rows]
   u32 rows, tokens;
-  u32 units, steps;  // units of a panel; steps of a part of k, an even number
-  u32 token_tiles, x_rows;
+  u32 units, steps;         // units of a panel; steps of a part of k, an even number
+  u32 token_tiles, x_rows;  // tokens that a block loads for a step, its slice of a tile
 };
 
 constexpr u32 kPanels = 2, kBlockRows = 64 * kPanels;
 constexpr u32 kRowPad = kBlockRows + 4;  // words from token to token of sums: see `write_sums`
+
+template <class C>
+constexpr u32 kBlocks = C::kParts * C::kShare;  // of a cluster: those of a part side by side
 
 template <class C>
 struct Smem {
@@ -62,24 +66,27 @@ __device__ __forceinline__ void init_barriers(u32 smem) {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
       mbarrier_init(smem + Smem<C>::kFullAt + s * 8, Smem<C>::kUnits);  // lanes of the producer
-      mbarrier_init(smem + Smem<C>::kEmptyAt + s * 8, 4 * Smem<C>::kUnits);  // consumer warps
+      // Warps that multiply by what this block loads.
+      mbarrier_init(smem + Smem<C>::kEmptyAt + s * 8, 4 * Smem<C>::kUnits * C::kShare);
     }
     mbarrier_init_fence();
   }
 }
 
-// What a block works on: its first panel and token, and its part of k. The last tokens start where
-// all of a tile is inside: TMA takes longer for what it fills with zeros. What two blocks then both
-// store, they both computed in the same way.
+// What a block works on: its part of k, its place among those who share tokens, its first panel and
+// token. The last tokens start where all of a tile is inside: TMA takes longer for what it fills
+// with zeros. What two blocks then both store, they both computed in the same way.
 struct Place {
-  u32 part, panel, token;
+  u32 part, share, panel, token;
 
   template <class C>
   static __device__ __forceinline__ Place of(const Args& args) {
-    const u32 item = blockIdx.x / C::kParts, tile = item % args.token_tiles;
+    const u32 rank = blockIdx.x % kBlocks<C>, item = blockIdx.x / kBlocks<C>;
+    const u32 part = rank / C::kShare, share = rank % C::kShare;
+    const u32 token = item % args.token_tiles * C::kTokens;
     const u32 last = args.tokens > C::kTokens ? args.tokens - C::kTokens : 0;
-    return {blockIdx.x % C::kParts, item / args.token_tiles * kPanels,
-            tile * C::kTokens < last ? tile * C::kTokens : last};
+    return {part, share, (item / args.token_tiles * C::kShare + share) * kPanels,
+            token < last ? token : last};
   }
 };
 
@@ -104,16 +111,17 @@ struct Column {
 template <class C>
 struct Producer {
   const Args& args;
+  const Place at;
   const Column<C> column;
-  const u32 smem, lane, token;
+  const u32 smem, lane;
   u32 from, to;  // pieces of 16 bytes that the next unit's values are
 
   __device__ __forceinline__ Producer(const Args& args, const Place& at, u32 smem, u32 lane)
       : args(args),
+        at(at),
         column(args, at, lane / kPanels, lane % kPanels),
         smem(smem),
         lane(lane),
-        token(at.token),
         from(0),
         to(0) {
     if (column.count > 0) from = args.starts[unit(0)], to = args.starts[unit(0) + 1];
@@ -126,24 +134,32 @@ struct Producer {
     const u32 bar = smem + Smem<C>::kFullAt + stage * 8;
     const bool exists = step < column.count;
     const u32 bytes = (to - from) * 16;
-    const u32 x = lane % kPanels == 0 ? args.x_rows * 128 : 0;
+    const u32 x = lane % kPanels == 0 ? C::kShare * args.x_rows * 128 : 0;
     mbarrier_expect(bar, x + (exists ? kWordBytes + kPrefixBytes + bytes : 0));
     if (!exists) return;
     const u32 here =
         smem + Smem<C>::kUnitsAt + stage * Smem<C>::kStageUnits + lane * Smem<C>::kUnit;
-    const u64 at = unit(step);
+    const u64 index = unit(step);
     const u8* values = args.values + u64(from) * 16;
     // A step ahead: else each would wait for L2 once more.
-    if (step + 1 < column.count) from = args.starts[at + C::kWays], to = args.starts[at + C::kWays + 1];
-    bulk_load(here, args.words + at * kWordBytes, kWordBytes, bar);
-    bulk_load(here + kWordBytes, args.prefixes + at * kPrefixBytes, kPrefixBytes, bar);
+    if (step + 1 < column.count) from = args.starts[index + C::kWays], to = args.starts[index + C::kWays + 1];
+    bulk_load(here, args.words + index * kWordBytes, kWordBytes, bar);
+    bulk_load(here + kWordBytes, args.prefixes + index * kPrefixBytes, kPrefixBytes, bar);
     if (bytes > 0) bulk_load(here + kWordBytes + kPrefixBytes, values, bytes, bar);
   }
+  // This block's slice, to all who share the tokens.
   __device__ __forceinline__ void fill_tokens(u32 stage, u32 step) const {
     if (lane % kPanels != 0) return;
-    const u32 x = smem + stage * Smem<C>::kStageX + lane / kPanels * Smem<C>::kX;
-    tma_load(x, args.x, smem + Smem<C>::kFullAt + stage * 8,
-             (column.first + step * C::kWays) * 64, token);
+    const u32 bar = smem + Smem<C>::kFullAt + stage * 8, first = at.share * args.x_rows;
+    const u32 x =
+        smem + stage * Smem<C>::kStageX + lane / kPanels * Smem<C>::kX + first * 128;
+    const u32 k = (column.first + step * C::kWays) * 64;
+    if constexpr (C::kShare == 1) {
+      tma_load(x, args.x, bar, k, at.token);
+    } else {
+      const u16 mask = ((1 << C::kShare) - 1) << at.part * C::kShare;
+      tma_load_multicast(x, args.x, bar, mask, k, at.token + first);
+    }
   }
 };
 
@@ -191,8 +207,9 @@ __device__ __forceinline__ void unpack_unit(Fragments& to, u32 words, u32 prefix
 template <class C>
 struct Consumer {
   const u32 smem, x, words, prefixes, values;  // of stage 0: where this thread reads
+  const u32 freed;  // where a lane tells a block that its stage was read
 
-  __device__ __forceinline__ Consumer(u32 smem, u32 way, u32 panel)
+  __device__ __forceinline__ Consumer(const Place& at, u32 smem, u32 way, u32 panel)
       : smem(smem),
         x(smem + way * Smem<C>::kX),
         words(smem + Smem<C>::kUnitsAt + (way * kPanels + panel) * Smem<C>::kUnit +
@@ -200,7 +217,10 @@ struct Consumer {
         prefixes(smem + Smem<C>::kUnitsAt + (way * kPanels + panel) * Smem<C>::kUnit + kWordBytes +
                  threadIdx.x % 32 / 4 * 8 + threadIdx.x % 128 / 32 * 2),
         values(smem + Smem<C>::kUnitsAt + (way * kPanels + panel) * Smem<C>::kUnit + kWordBytes +
-               kPrefixBytes) {}
+               kPrefixBytes),
+        freed(C::kShare == 1 ? smem + Smem<C>::kEmptyAt
+                             : cluster_address(smem + Smem<C>::kEmptyAt,
+                                               at.part * C::kShare + threadIdx.x % C::kShare)) {}
 
   __device__ __forceinline__ void wait(Ring<C::kStages> ring) const {
     mbarrier_wait(smem + Smem<C>::kFullAt + ring.stage * 8, ring.parity);
@@ -216,9 +236,14 @@ struct Consumer {
     C::template multiply<0>(w.tile, tokens);
     wgmma_commit();
   }
-  // Each warp says that it has read a stage.
+  // Each warp says that it has read a stage, to all who fill it.
   __device__ __forceinline__ void release(u32 stage) const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + Smem<C>::kEmptyAt + stage * 8);
+    if (threadIdx.x % 32 >= C::kShare) return;
+    if constexpr (C::kShare == 1) {
+      mbarrier_arrive(freed + stage * 8);
+    } else {
+      mbarrier_arrive_remote(freed + stage * 8);
+    }
   }
 };
 
@@ -268,7 +293,7 @@ __device__ __forceinline__ void write_sums(const float (&d)[C::kTokens / 2], u32
 
 // Four rows of a token, of all ways and parts in order.
 template <class C>
-__device__ __forceinline__ void add_sums(float (&sum)[4], u32 at) {
+__device__ __forceinline__ void add_sums(float (&sum)[4], u32 share, u32 at) {
 #pragma unroll
   for (u32 part = 0; part < C::kParts; ++part) {
 #pragma unroll
@@ -276,7 +301,7 @@ __device__ __forceinline__ void add_sums(float (&sum)[4], u32 at) {
       const u32 from = at + way * Smem<C>::kSums;
       uint4 found;
       if constexpr (C::kParts > 1) {
-        found = load_cluster_x4(cluster_address(from, part));
+        found = load_cluster_x4(cluster_address(from, part * C::kShare + share));
       } else {
         found = load_shared_x4(from);
       }
@@ -304,7 +329,7 @@ __device__ __forceinline__ void store_item(const Args& args, const Place& at, u3
     const u32 mine = at.part * kShare + i, token = at.token + mine;
     if (token >= args.tokens) return;
     float sum[4] = {bias[0], bias[1], bias[2], bias[3]};
-    add_sums<C>(sum, smem + (mine * kRowPad + row) * 4);
+    add_sums<C>(sum, at.share, smem + (mine * kRowPad + row) * 4);
     const u64 place = u64(token) * args.rows + out;
     if (whole) {
       *reinterpret_cast<uint2*>(args.y + place * 2) = {pack<C::kType>(sum[0], sum[1]),
@@ -321,7 +346,7 @@ __device__ __forceinline__ void store_item(const Args& args, const Place& at, u3
 template <class C>
 __device__ __forceinline__ void consume(const Args& args, const Place& at, u32 smem, u32 wg) {
   const u32 way = wg / kPanels, panel = wg % kPanels;
-  const Consumer<C> warp(smem, way, panel);
+  const Consumer<C> warp(at, smem, way, panel);
   const Column<C> column(args, at, way, panel);
   C::declare();
   float d[C::kTokens / 2];
@@ -343,7 +368,11 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
   const Place at = Place::of<C>(args);
   if (threadIdx.x == 128 * Smem<C>::kUnits) prefetch(args.x);  // else the first load waits for it
   init_barriers<C>(smem);
-  __syncthreads();
+  if constexpr (kBlocks<C> > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   const u32 wg = uniform(threadIdx.x / 128);
   if (wg == Smem<C>::kUnits) {
     keep_registers<C::kProducerRegisters>();
@@ -354,7 +383,9 @@ __device__ __forceinline__ void run(const Args& args, u8* dynamic) {
     take_registers<C::kConsumerRegisters>();
     consume<C>(args, at, smem, wg);
   }
-  if constexpr (C::kParts > 1) cluster_sync();  // others still read sums of this block
+  // Others still read sums of this block, and arrive on its barriers.
+  __syncwarp();
+  if constexpr (kBlocks<C> > 1) cluster_sync();
 }
 
 }  // namespace spmm_csr_wide

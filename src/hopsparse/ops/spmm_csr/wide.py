@@ -37,19 +37,21 @@ class Config:
     Attributes:
         tokens: Tokens of an item, a multiple of 16 up to 256.
         ways: Warpgroups that take the units of a panel in turn: 2 up to 64 tokens, else 1.
-        parts: Blocks that have parts of k: 1, 2 or 4.
+        parts: Blocks of a cluster that have parts of k: 1, 2 or 4.
+        share: Blocks of a cluster that share tokens, each with other rows: 1 or 2.
 
     Raises:
         ArgumentError: No block can work like that.
 
     Example:
-        >>> Config(tokens=256, ways=1, parts=1).name
-        '128x256_w1_p1'
+        >>> Config(tokens=256, ways=1, parts=1, share=2).name
+        '128x256_w1_p1_c2'
     """
 
     tokens: int
     ways: int
     parts: int
+    share: int = 1
 
     def __post_init__(self) -> None:
         if any(type(n) is not int or n < 1 for n in astuple(self)):
@@ -62,14 +64,16 @@ class Config:
             )
         if self.parts not in (1, 2, 4):
             self._refuse("1, 2 or 4 parts", "parts=1")
+        if self.share > 2:
+            self._refuse("1 or 2 blocks that share tokens", "share=2")
 
     def _refuse(self, need: str, hint: str) -> NoReturn:
         raise ArgumentError(f"{self}", need=need, hint=hint)
 
     @property
     def name(self) -> str:
-        """Rows and tokens of a block, ways and parts."""
-        return f"{BLOCK_ROWS}x{self.tokens}_w{self.ways}_p{self.parts}"
+        """Rows and tokens of a block, ways, parts, and blocks that share tokens."""
+        return f"{BLOCK_ROWS}x{self.tokens}_w{self.ways}_p{self.parts}_c{self.share}"
 
     @property
     def consumers(self) -> int:
@@ -107,19 +111,30 @@ class Config:
         return each + each % 2
 
     def blocks(self, rows: int, tokens: int) -> int:
-        """Blocks of a launch."""
-        return -(-rows // BLOCK_ROWS) * self.token_tiles(tokens) * self.parts
+        """Blocks of a launch, whole clusters."""
+        shared = -(-rows // (BLOCK_ROWS * self.share))
+        return shared * self.token_tiles(tokens) * self.parts * self.share
 
     def token_tiles(self, tokens: int) -> int:
         """Items side by side."""
         return -(-tokens // self.tokens)
 
+    def rows_of_x(self, tokens: int) -> int:
+        """Tokens that a block loads for a step: its slice of a tile, in atoms of 8 rows.
+
+        Example:
+            >>> Config(256, 1, 1).rows_of_x(300), Config(128, 1, 1, 2).rows_of_x(65)
+            (256, 40)
+        """
+        each = -(-min(self.tokens, tokens) // self.share)
+        return -(-each // 8) * 8
+
 
 #: What a call may run.
 CANDIDATES = tuple(
-    Config(tokens, ways, parts)
+    Config(tokens, ways, parts, share)
     for tokens, ways in ((64, 2), (128, 1), (192, 1), (256, 1))
-    for parts in (1, 2, 4)
+    for parts, share in ((1, 2), (1, 1), (2, 1), (4, 1))
 )
 
 
@@ -136,8 +151,8 @@ def wide_spec(config: Config, dtype: str, room: int) -> KernelSpec:
         ArgumentError: There is no such kernel.
 
     Example:
-        >>> wide_spec(CANDIDATES[-3], "bfloat16", 1024).name
-        'wide bfloat16, 128x256_w1_p1, units of up to 1024 values'
+        >>> wide_spec(Config(256, 1, 1), "bfloat16", 1024).name
+        'wide bfloat16, 128x256_w1_p1_c1, units of up to 1024 values'
     """
     if dtype not in TYPES or room not in ROOMS:
         raise ArgumentError(
@@ -155,6 +170,7 @@ def wide_spec(config: Config, dtype: str, room: int) -> KernelSpec:
 struct Config {{
   static constexpr Type kType = Type::{TYPES[dtype]};
   static constexpr u32 kTokens = {config.tokens}, kWays = {config.ways}, kParts = {config.parts};
+  static constexpr u32 kShare = {config.share};
   static constexpr u32 kUnitValues = {room};
   static constexpr int kStages = {config.stages(room)};
   static constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};
@@ -170,7 +186,7 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 """,
         entry="spmm_csr_wide_kernel",
         threads=threads,
-        cluster=(config.parts, 1, 1),
+        cluster=(config.parts * config.share, 1, 1),
         smem_bytes=smem,
         args_bytes=ARGS_BYTES,
         pdl=True,

@@ -17,12 +17,12 @@ UNIT_SLOTS = 221
 # what the dtype's peak says.
 _TOKEN_CLOCKS = 2
 _GHZ = 1.755
+# Bytes a clock that arrive at an SM, and what one from a neighbour costs beside one from L2: what
+# was measured of spmm_nm (docs/design/0005-spmm-nm-main-loop.md, 0006-eight-bits.md).
+_ARRIVING, _OF_NEIGHBOUR = 50, 0.4
 # Estimated: the launch that lays tokens; what a block does before its first product and, with its
 # sums, after the last; what parts of k add to that.
 _ARRANGE_US, _BLOCK_US, _PARTS_US = 1.5, 3.0, 1.5
-# SMs that clusters of so many blocks, each of which fills an SM, leave idle: those that are left
-# over in each of 8 groups of 16 or 18.
-_IDLE = {1: 0, 2: 0, 4: 12}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Predicted:
         config: The tile.
         products_us: Of the tensor cores alone, as blocks are spread over the SMs.
         unpacking_us: Of the issue slots of unpacking, likewise.
+        arriving_us: Of the bytes that arrive at an SM, likewise.
         bytes_us: Of the bytes of the packed weight.
         us: All of it, with what does not overlap.
     """
@@ -40,6 +41,7 @@ class Predicted:
     config: Config
     products_us: float
     unpacking_us: float
+    arriving_us: float
     bytes_us: float
     us: float
 
@@ -61,16 +63,26 @@ def predict(
         37
     """
     rows, cols = shape
-    able = max(config.parts, sm_count - _IDLE[config.parts])
-    rounds = ceil(config.blocks(rows, tokens) / able)
-    units = config.steps(ceil(cols / UNIT)) * PANELS * config.ways * rounds  # of an SM
-    to_us = 1e-3 / _GHZ
+    rounds = ceil(config.blocks(rows, tokens) / _blocks_at_once(config, sm_count))
+    steps = config.steps(ceil(cols / UNIT)) * rounds  # of an SM
+    units, to_us = steps * PANELS * config.ways, 1e-3 / _GHZ
     products = units * config.tokens * _TOKEN_CLOCKS * to_us
     unpacking = units * UNIT_SLOTS * to_us
+    of_unit = nbytes / (ceil(rows / UNIT) * ceil(cols / UNIT))
+    own = 1 / config.share
+    tokens_bytes = config.tokens * UNIT * 2 * (own + (1 - own) * _OF_NEIGHBOUR)
+    arriving = (units * of_unit + steps * config.ways * tokens_bytes) / _ARRIVING * to_us
     of_bytes = nbytes / target("h200").read_bandwidth * 1e6
     fixed = _ARRANGE_US + rounds * (_BLOCK_US + _PARTS_US * (config.parts > 1))
-    us = max(products, unpacking, of_bytes) + fixed
-    return Predicted(config, products, unpacking, of_bytes, us)
+    us = max(products, unpacking, arriving, of_bytes) + fixed
+    return Predicted(config, products, unpacking, arriving, of_bytes, us)
+
+
+def _blocks_at_once(config: Config, sm_count: int) -> int:
+    """One an SM. Clusters of 4 do not fill the chip: its SMs come in groups of 16 and 18."""
+    cluster = config.parts * config.share
+    usable = sm_count if cluster <= 2 else sm_count * 120 // 132
+    return max(1, usable // cluster) * cluster
 
 
 @cache
@@ -85,7 +97,7 @@ def choose(shape: tuple[int, int], tokens: int, nbytes: int, sm_count: int) -> P
 
     Example:
         >>> choose((16384, 4096), 256, 39_600_000, 132).config.name
-        '128x256_w1_p1'
+        '128x256_w1_p1_c2'
         >>> choose((4096, 4096), 256, 9_900_000, 132).config.parts
         4
     """

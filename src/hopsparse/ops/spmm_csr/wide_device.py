@@ -137,7 +137,7 @@ def _multiply(
     w: Packed, laid: Tensor, pointers: tuple[int, ...], config: Config, stream: int
 ) -> Bound:
     tokens, (rows, _) = laid.shape[0], w.shape
-    x_rows, k = min(config.tokens, tokens), laid.shape[1]
+    x_rows, k = config.rows_of_x(tokens), laid.shape[1]
     x_map = encode(
         laid.data_ptr(),
         _ELEMENTS[laid.dtype],
