@@ -12,9 +12,9 @@
 // Bound: bytes of w, 2 a value and 3/16 an entry, kept or not; above 50 % sparsity the instructions
 // of a tile, which are the same for every sparsity.
 
+#include "./unpack.cuh"
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
-#include "./unpack.cuh"
 
 namespace spmm_csr_tiles {
 

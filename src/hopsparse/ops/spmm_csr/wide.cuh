@@ -6,12 +6,14 @@
 //              unpacks its 16 rows of the next unit while wgmma multiplies this one
 //   producer   a warp: a lane for each unit of a step copies its words and values, and one lane of
 //              each way the tokens, in the order in which arrange.cuh lays them
-//   grid       items, those of the same rows side by side; the blocks of a cluster have kShare times
-//              other rows, for which each loads a slice of the tokens for all, and kParts parts of k
+//   grid       items, those of the same rows side by side. Of the blocks of a cluster kShare have
+//              other rows each, and load a slice of the tokens for all of them; kParts times as
+//              many have parts of k
 //   sums       through shared memory at the end, added in order over ways and parts
 // Bounds: products, 2 clocks a token and unit; unpacking, about 200 issue slots of each scheduler a
 // unit, kept or not; bytes of w. Not run on a GPU yet: docs/ops/spmm_csr.md.
 
+#include "./unpack.cuh"
 #include "epilogue/value.cuh"
 #include "pipe/ring.cuh"
 #include "ptx/barrier.cuh"
@@ -22,7 +24,6 @@
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "./unpack.cuh"
 
 namespace spmm_csr_wide {
 
@@ -51,12 +52,14 @@ constexpr u32 kBlocks = C::kParts * C::kShare;  // of a cluster: those of a part
 template <class C>
 struct Smem {
   static constexpr u32 kUnits = kPanels * C::kWays;  // of a step
-  static constexpr u32 kX = C::kTokens * 128, kUnit = kWordBytes + kPrefixBytes + C::kUnitValues * 2;
+  static constexpr u32 kX = C::kTokens * 128,
+                       kUnit = kWordBytes + kPrefixBytes + C::kUnitValues * 2;
   static constexpr u32 kStageX = C::kWays * kX, kStageUnits = kUnits * kUnit;
   static constexpr u32 kUnitsAt = C::kStages * kStageX;
   static constexpr u32 kStagesEnd = kUnitsAt + C::kStages * kStageUnits;
   static constexpr u32 kSums = C::kTokens * kRowPad * 4;  // of a way; they go where stages were
-  static constexpr u32 kFullAt = kStagesEnd > C::kWays * kSums ? kStagesEnd : C::kWays * kSums;
+  static constexpr u32 kSumsEnd = C::kWays * kSums;
+  static constexpr u32 kFullAt = kStagesEnd > kSumsEnd ? kStagesEnd : kSumsEnd;
   static constexpr u32 kEmptyAt = kFullAt + C::kStages * 8, kBytes = kEmptyAt + C::kStages * 8;
 };
 
@@ -142,7 +145,10 @@ struct Producer {
     const u64 index = unit(step);
     const u8* values = args.values + u64(from) * 16;
     // A step ahead: else each would wait for L2 once more.
-    if (step + 1 < column.count) from = args.starts[index + C::kWays], to = args.starts[index + C::kWays + 1];
+    if (step + 1 < column.count) {
+      from = args.starts[index + C::kWays];
+      to = args.starts[index + C::kWays + 1];
+    }
     bulk_load(here, args.words + index * kWordBytes, kWordBytes, bar);
     bulk_load(here + kWordBytes, args.prefixes + index * kPrefixBytes, kPrefixBytes, bar);
     if (bytes > 0) bulk_load(here + kWordBytes + kPrefixBytes, values, bytes, bar);
@@ -151,8 +157,7 @@ struct Producer {
   __device__ __forceinline__ void fill_tokens(u32 stage, u32 step) const {
     if (lane % kPanels != 0) return;
     const u32 bar = smem + Smem<C>::kFullAt + stage * 8, first = at.share * args.x_rows;
-    const u32 x =
-        smem + stage * Smem<C>::kStageX + lane / kPanels * Smem<C>::kX + first * 128;
+    const u32 x = smem + stage * Smem<C>::kStageX + lane / kPanels * Smem<C>::kX + first * 128;
     const u32 k = (column.first + step * C::kWays) * 64;
     if constexpr (C::kShare == 1) {
       tma_load(x, args.x, bar, k, at.token);
@@ -198,8 +203,7 @@ __device__ __forceinline__ void unpack_unit(Fragments& to, u32 words, u32 prefix
   if constexpr (Tile < 4) {
     const u32 word = load_shared<Tile * 128>(words);
     const u32 prefix = load_shared_u16(prefixes + Tile * 64);
-    spmm_csr_tiles::unpack_tile(to.tile[Tile], values, exists ? word : 0, prefix,
-                                threadIdx.x % 32);
+    spmm_csr_tiles::unpack_tile(to.tile[Tile], values, exists ? word : 0, prefix, threadIdx.x % 32);
     unpack_unit<Tile + 1>(to, words, prefixes, values, exists);
   }
 }
@@ -207,7 +211,7 @@ __device__ __forceinline__ void unpack_unit(Fragments& to, u32 words, u32 prefix
 template <class C>
 struct Consumer {
   const u32 smem, x, words, prefixes, values;  // of stage 0: where this thread reads
-  const u32 freed;  // where a lane tells a block that its stage was read
+  const u32 freed;                             // where a lane tells a block that its stage was read
 
   __device__ __forceinline__ Consumer(const Place& at, u32 smem, u32 way, u32 panel)
       : smem(smem),
