@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from hopsparse.compiler.wgmma_dense import dense_product
 from hopsparse.errors import ArgumentError
 from hopsparse.formats import CSR
-from hopsparse.ops.spmm_csr import device, dispatch, wide_device
+from hopsparse.ops.spmm_csr import device, dispatch, op, wide_device
 from hopsparse.ops.spmm_csr.ahead import prepare
 from hopsparse.ops.spmm_csr.packed import Packed, pack
 from hopsparse.ops.spmm_csr.plan import every_spec
@@ -166,6 +167,24 @@ def test_who_multiplies_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (1, 32, 33, 512):
         dispatch._multiply_packed(w, torch.zeros(tokens, 64), None)
     assert asked == ["tiles", "tiles", "wide", "wide"]
+
+
+def test_plans_say_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper GPU of 132 SMs."""
+    monkeypatch.setattr(op, "device_facts", lambda device: SimpleNamespace(sm_count=132))
+    monkeypatch.setattr(op, "_gathers", lambda w, x: True)
+    w = CSR.from_dense(weight(200, 320, 0.2))
+    x = torch.zeros(512, 320).bfloat16()
+    said = op.plan(w, x[:33]).why
+    assert said.startswith("wide bfloat16, predicted to be faster than gathers; w is packed at")
+    made = dispatch.packed_of(w.indptr, w.indices, w.values, 320)
+    assert made is not None
+    for tokens in (33, 300):
+        found = choose((200, 320), tokens, made.nbytes, 132)
+        name = wide_spec(found.config, "bfloat16", 1024).name
+        said = op.plan(w, x[:tokens]).why
+        assert said.startswith(f"{name}, predicted to take {found.us:.0f} us; w is packed once")
+    assert op.plan(w, x[:32]).why.startswith("tiles bfloat16, 32 tokens")
 
 
 def test_nothing_is_prepared_on_the_cpu() -> None:

@@ -20,6 +20,9 @@ _GHZ = 1.755
 # Bytes a clock that arrive at an SM, and what one from a neighbour costs beside one from L2: what
 # was measured of spmm_nm (docs/design/0005-spmm-nm-main-loop.md, 0006-eight-bits.md).
 _ARRIVING, _OF_NEIGHBOUR = 50, 0.4
+# Bytes of shared memory a clock, and loads of a unit that take one each: for each of its
+# tiles eight values, a word and a prefix.
+_SHARED, _UNIT_LOADS = 128, 16 * (8 + 2)
 # Estimated: the launch that lays tokens; what a block does before its first product and, with its
 # sums, after the last; what parts of k add to that.
 _ARRANGE_US, _BLOCK_US, _PARTS_US = 1.5, 3.0, 1.5
@@ -27,13 +30,14 @@ _ARRANGE_US, _BLOCK_US, _PARTS_US = 1.5, 3.0, 1.5
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a tile is predicted to take, in microseconds.
+    """What a tile is predicted to take, in microseconds. Each is as blocks are spread over the SMs.
 
     Attributes:
         config: The tile.
-        products_us: Of the tensor cores alone, as blocks are spread over the SMs.
-        unpacking_us: Of the issue slots of unpacking, likewise.
-        arriving_us: Of the bytes that arrive at an SM, likewise.
+        products_us: Of the tensor cores alone.
+        unpacking_us: Of the issue slots of unpacking.
+        shared_us: Of shared memory: tokens that come and that each panel reads, and unpacking.
+        arriving_us: Of the bytes that arrive at an SM.
         bytes_us: Of the bytes of the packed weight.
         us: All of it, with what does not overlap.
     """
@@ -41,6 +45,7 @@ class Predicted:
     config: Config
     products_us: float
     unpacking_us: float
+    shared_us: float
     arriving_us: float
     bytes_us: float
     us: float
@@ -69,13 +74,15 @@ def predict(
     products = units * config.tokens * _TOKEN_CLOCKS * to_us
     unpacking = units * UNIT_SLOTS * to_us
     of_unit = nbytes / (ceil(rows / UNIT) * ceil(cols / UNIT))
-    own = 1 / config.share
-    tokens_bytes = config.tokens * UNIT * 2 * (own + (1 - own) * _OF_NEIGHBOUR)
-    arriving = (units * of_unit + steps * config.ways * tokens_bytes) / _ARRIVING * to_us
+    laid, own = config.tokens * UNIT * 2, 1 / config.share  # tokens of a unit
+    came = laid * (own + (1 - own) * _OF_NEIGHBOUR)
+    arriving = (units * of_unit + steps * config.ways * came) / _ARRIVING * to_us
+    read = units * (laid + of_unit) + steps * config.ways * laid
+    shared = (read / _SHARED + units * _UNIT_LOADS) * to_us
     of_bytes = nbytes / target("h200").read_bandwidth * 1e6
     fixed = _ARRANGE_US + rounds * (_BLOCK_US + _PARTS_US * (config.parts > 1))
-    us = max(products, unpacking, arriving, of_bytes) + fixed
-    return Predicted(config, products, unpacking, arriving, of_bytes, us)
+    us = max(products, unpacking, shared, arriving, of_bytes) + fixed
+    return Predicted(config, products, unpacking, shared, arriving, of_bytes, us)
 
 
 def _blocks_at_once(config: Config, sm_count: int) -> int:
@@ -99,7 +106,7 @@ def choose(shape: tuple[int, int], tokens: int, nbytes: int, sm_count: int) -> P
         >>> choose((16384, 4096), 256, 39_600_000, 132).config.name
         '128x256_w1_p1_c2'
         >>> choose((4096, 4096), 256, 9_900_000, 132).config.parts
-        4
+        2
     """
     each = (predict(config, shape, tokens, nbytes, sm_count) for config in CANDIDATES)
     return min(each, key=lambda found: found.us)
