@@ -96,7 +96,7 @@ def by_operators(p: Problem, keys: Tensor | None, kind: str) -> Iterator[tuple[P
 def by_clusters(p: Problem, keys: Tensor | None, kind: str) -> Iterator[tuple[Problem, Tensor]]:
     """The same by both kernels, in clusters of every size; what they do not write is 7."""
     batch, kv_heads, count = p.blocks.low.shape[:3]
-    wanted = Wanted(kind, p.scale, False, keys)
+    wanted = Wanted(kind, p.scale, False, keys=keys)
     for cluster in plan.CLUSTERS:
         on = copied(p)
         scores = torch.full((batch, kv_heads, count), 7.0, device=p.q.device)

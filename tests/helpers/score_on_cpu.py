@@ -201,7 +201,7 @@ class Compiled:
         """What the kernel writes; what it does not is 7."""
         heads = p.q.shape[1] if per_head else p.blocks.low.shape[1]
         scores = torch.full((p.q.shape[0], heads, p.blocks.low.shape[2]), 7.0)
-        wanted = Wanted(tested.kind, p.scale, per_head, keys)
+        wanted = Wanted(tested.kind, p.scale, per_head, keys=keys)
         args = pack(scores, p.q, p.kept, p.lengths, p.blocks.block, wanted)
         args.ask_first, args.ask_later = asks
         number = VARIANTS.index(tested)
@@ -221,7 +221,7 @@ class Compiled:
         batch, kv_heads = p.blocks.low.shape[:2]
         indices = torch.full((batch, kv_heads, choice.sizes[1]), -7, dtype=torch.int32)
         counts = torch.full((batch, kv_heads), -7, dtype=torch.int32)
-        asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False, keys), choice)
+        asked = (p.lengths, p.blocks.block, Wanted(tested.kind, p.scale, False, keys=keys), choice)
         args = pack_choice([indices, counts], p.q, p.kept, asked)
         args.of.ask_first, args.of.ask_later = asks
         number = VARIANTS.index(tested)

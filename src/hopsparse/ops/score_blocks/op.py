@@ -164,7 +164,7 @@ def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -
     if refused or not is_hopper(q.get_device()):
         return append_and_score(q, kept, keys, *asked)
     device = _device()
-    wanted = device.Wanted(kind, scale, per_head, keys)
+    wanted = device.Wanted(kind, scale, per_head, keys=keys)
     found: Tensor = device.run(q, (low, high, total), lengths, block, wanted)
     count_change((low, high, total))
     return found

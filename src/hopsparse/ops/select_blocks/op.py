@@ -223,7 +223,7 @@ def _run_both_on_gpu(q: Tensor, kept: list[Tensor], keys: Tensor, *asked: Any) -
     if refused or not is_hopper(q.get_device()):
         return append_in_turn(q, kept, keys, *asked)
     device = _device()
-    wanted, choice = device.Wanted(kind, scale, False, keys), device.Choice(k, sizes)
+    wanted, choice = device.Wanted(kind, scale, False, keys=keys), device.Choice(k, sizes)
     indices, counts = device.run(q, (low, high, total), lengths, block, wanted, choice)
     count_change((low, high, total))
     return indices, counts
