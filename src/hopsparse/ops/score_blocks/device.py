@@ -45,8 +45,8 @@ class Wanted(NamedTuple):
     kind: str
     scale: float
     per_head: bool
-    keys: Tensor | None = None
     fused: bool = False
+    keys: Tensor | None = None
 
 
 @in_phase("select", "score_blocks")
