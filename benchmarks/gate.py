@@ -4,16 +4,21 @@
 
 Both builds are this one, loaded twice. `A/A` runs compare them as they are; `slower` runs let the
 second one make every twentieth call twice, which takes 5 % longer. One row for each kind of run.
+`--busy 4` has four processes beside it that compute, move memory and sleep in bursts.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import hopsparse
@@ -42,13 +47,46 @@ def changed(part: float, base: list[Call], new: list[Call]) -> tuple[list[Call],
     return plain, slower if part else same
 
 
+def _neighbour(seed: int) -> None:
+    """Bursts of products, of memory traffic, of Python, and of naps."""
+    random = np.random.default_rng(seed)
+    large, small = np.ones(8 << 20), np.ones((256, 256))
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        end, kind = time.monotonic() + random.uniform(0.01, 0.5), random.integers(4)
+        while time.monotonic() < end:
+            if kind == 0:
+                large[:] = large * 1.0001
+            elif kind == 1:
+                small @ small
+            elif kind == 2:
+                sum(number * number for number in range(3000))
+            else:
+                time.sleep(random.uniform(0.0005, 0.01))
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many busy processes for as long as it lasts."""
+    started = multiprocessing.get_context("spawn")
+    running = [started.Process(target=_neighbour, args=(seed,)) for seed in range(count)]
+    try:
+        for each in running:
+            each.start()
+        yield
+    finally:
+        for each in running:
+            each.kill()
+            each.join()
+
+
 def measured(case: Case, part: float, runs: int, limits: Limits, least: int) -> dict[str, Any]:
     """Decide so often, and count alarms."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     other = load_build(Path(hopsparse.__file__).parents[1], BASE_NAME)
     sample = Sampler(case, (other, hopsparse), device, partial(changed, part))
     found: list[tuple[Verdict, Verdict | None]] = []
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()
     for number in range(runs):
         if number % _FRESH == 0:
             sample(0)
@@ -67,10 +105,12 @@ def measured(case: Case, part: float, runs: int, limits: Limits, least: int) -> 
         "most_ratio": ratios[-1],
         "base_us": sorted(verdict.base_us for verdict, _ in found)[len(found) // 2],
         "rounds": max(verdict.rounds for verdict, _ in found),
+        "median_rounds": sorted(verdict.rounds for verdict, _ in found)[len(found) // 2],
         "limit": limits.ratio,
         "floor_us": limits.floor_us,
         "most_rounds": limits.most,
         "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
     }
 
 
@@ -83,13 +123,16 @@ def main() -> None:
     parser.add_argument("--slower-only", action="store_true", help="No A/A runs.")
     parser.add_argument("--most", type=int, default=Limits().most, help="Rounds of a decision.")
     parser.add_argument("--least", type=int, default=25, help="Rounds of a batch.")
+    parser.add_argument("--busy", type=int, default=0, help="Processes beside it.")
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = Limits(floor_us=0.3 if device.type == "cuda" else 2.0, most=options.most)
     for name in options.case or [cases_of(SUITES[0], device)[0].name]:
         for part in (options.part,) if options.slower_only else (0.0, options.part):
-            row = measured(case_of(name), part, options.runs, limits, options.least)
+            with neighbours(options.busy):
+                row = measured(case_of(name), part, options.runs, limits, options.least)
+            row["busy"] = options.busy
             if options.out is not None:
                 append(options.out, row | environment())
             told = f"{row['alarms']} alarms (first: {row['first_alarms']}) in {row['runs']}"

@@ -33,12 +33,12 @@ def matrix_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("to", ["bitmask", "csr", "csc", "hyb", "bsr", "nm"])
+@pytest.mark.parametrize("to", ["bitmask", "csr", "csc", "hyb", "bsr", "bsr24", "nm"])
 def test_checkpoint_keeps_every_value(
     run_json: RunJson, sparse_model: Path, tmp_path: Path, to: str
 ) -> None:
     out = tmp_path / to
-    extra = ("--block", "16x16") if to == "bsr" else ()
+    extra = ("--block", "16x16") if to.startswith("bsr") else ()
     found = run_json("convert", sparse_model, "-o", out, "--to", to, *extra)
     assert found["layers"] == 14
     before, after = dense_weights(sparse_model), dense_weights(out)

@@ -16,6 +16,7 @@ from hopsparse.cli import gate as command
 from hopsparse.cli.gate import Sampler, read_baseline
 from hopsparse.cli.gate_cases import SUITES, Case, cases_of
 from hopsparse.errors import ArgumentError, CheckpointError
+from hopsparse.measure import pairs
 from hopsparse.measure.gate import Limits, Samples, decide, judge, judge_stored
 from hopsparse.measure.other_build import load_build, package_in
 from hopsparse.measure.pairs import paired, slowed
@@ -58,6 +59,100 @@ def test_five_percent_is_seen_and_nothing_is_not(noise: float) -> None:
     assert sum(each.slower for each in same) <= 1
     assert sum(each.slower for each in slow) >= 95
     assert np.median([each.ratio for each in slow]) == pytest.approx(1.05, abs=0.003)
+
+
+class Processor:
+    """A core that others share: it is slower for some milliseconds at a time, and every fifth call
+    is interrupted and finds its caches empty. Rates as recorded on two busy cores."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._now_ns, self._until_ns, self._speed = 0.0, 0.0, 1.0
+
+    def process_time_ns(self) -> int:
+        return int(self._now_ns)
+
+    def monotonic(self) -> float:
+        return self._now_ns / 1e9
+
+    def call(self) -> None:
+        while self._now_ns >= self._until_ns:
+            self._until_ns += self._random.exponential(10e6)
+            self._speed = 1 + 0.4 * self._random.random() ** 3
+        late = self._random.exponential(0.8) if self._random.random() < 0.2 else 0.0
+        self._now_ns += 220e3 * self._speed * (1 + late + 0.02 * abs(self._random.normal()))
+
+
+@pytest.mark.parametrize(("part", "least", "most"), [(0.0, 0, 0), (0.05, 19, 20)])
+def test_interruptions_hide_no_five_percent(
+    part: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms = 0
+    for seed in range(20):
+        processor = Processor(seed)
+        monkeypatch.setattr(pairs, "time", processor)
+        plain, slower = slowed([processor.call], 0.05)
+        judged = slower if part else plain
+        sample = partial(_in_turns, plain, judged)
+        alarms += decide(sample, Limits(floor_us=2), least=25)[0].slower
+    assert least <= alarms <= most
+
+
+def _in_turns(base: list[pairs.Call], new: list[pairs.Call], rounds: int) -> Samples:
+    return paired(base, new, rounds, CPU) if rounds else ([], [])
+
+
+def test_calls_of_both_are_neighbours_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is read around one long call, or around some short ones."""
+    asked: list[str] = []
+    processor = Processor(0)
+    monkeypatch.setattr(pairs, "time", processor)
+
+    def of(name: str, count: int) -> list[pairs.Call]:
+        return [lambda: (asked.append(name), processor.call()) for _ in range(count)]  # type: ignore[func-returns-value]
+
+    paired(of("a", 20), of("b", 20), 2, CPU)
+    timed = asked[-2 * 2 * 20 * 5 :]
+    both = {"".join(timed[place : place + 2]) for place in range(0, len(timed), 2)}
+    assert both == {"ab", "ba"}
+    short = pairs._slots([lambda: None] * 20, 10.0)
+    assert {len(slot) for slot in short} == {10}
+    assert sum(map(len, short)) == 300
+    assert [len(slot) for slot in pairs._slots([lambda: None] * 3, 5000.0)] == [1, 1, 1]
+
+
+def test_a_slow_case_is_given_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Processor(0)
+    monkeypatch.setattr(pairs, "time", processor)
+    calls = slowed([processor.call], 0.05)[0]
+    counts = []
+    for seconds in (0.0, 0.3, 30.0):
+        monkeypatch.setattr(pairs, "_BUDGET_S", seconds)
+        counts.append(len(paired(calls, calls, 25, CPU)[1]))
+    assert counts[0] == 3 < counts[1] < counts[2] == 25
+
+
+def test_sampling_ends_when_it_is_decided() -> None:
+    """Either way at once, at the limit only after all rounds, and each look shares the level."""
+
+    def rounds_of(part: float, noise: float = 0.005) -> tuple[int, bool]:
+        found, _ = decide(Noise(3, part, noise, 0.0), Limits(), confirm=False)
+        return found.rounds, found.slower
+
+    assert rounds_of(0.0) == (25, False)
+    assert rounds_of(0.08) == (25, True)
+    assert rounds_of(0.02, 0.02) == (200, False)
+    base, new = Noise(3, 0.0, 0.005, 0.0)(25)
+    alone, _ = decide(lambda rounds: (base, new), Limits(most=25))
+    one_of_four, _ = decide(lambda rounds: (base, new), Limits(most=200))
+    assert one_of_four.low < alone.low < alone.ratio < alone.high < one_of_four.high
+
+
+def test_no_alarm_at_the_limit_though_it_looks_often() -> None:
+    """A build that is slower by the limit itself alarms in at most 1 of 100 first decisions."""
+    found = [decide(Noise(seed, 0.02, 0.01), Limits(), confirm=False)[0] for seed in range(40)]
+    assert sum(each.slower for each in found) <= 1
+    assert np.median([each.rounds for each in found]) == Limits().most
 
 
 def test_a_faster_build_is_no_alarm() -> None:

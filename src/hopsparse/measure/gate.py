@@ -1,23 +1,25 @@
 """Whether one build is slower than another, decided so that noise does not.
 
 Two ways to run one case are timed in turns, round by round. What counts is the ratio of a round,
-as both of its times saw the same machine. An alarm needs all of: a bootstrap interval of the
-median ratio that lies above a limit, a difference above an absolute floor, and the same once more
-on new data. `benchmarks/gate.py` measures how often that is wrong.
+as both of its times saw the same machine. Rounds are added until a bootstrap interval of the
+median ratio lies on one side of a limit. An alarm needs all of: it lies above, the difference is
+above an absolute floor, and the same once more on new data. `benchmarks/gate.py` measures how often
+that is wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 
-_RESAMPLES = 1000
+# Enough that some lie beyond an end of the interval of one look among several, 1 in 800.
+_RESAMPLES = 4000
 
 Samples = tuple[Sequence[float], Sequence[float]]
 
@@ -29,8 +31,9 @@ class Limits:
     Attributes:
         ratio: Time over that of the base which the whole interval must exceed.
         floor_us: Least difference, in microseconds.
-        level: Confidence of the interval.
-        width: Half width of the interval, as a part of the ratio, at which sampling ends.
+        level: Confidence of the interval, over all looks that a decision takes.
+        width: Half width of the interval, as a part of the ratio, at which sampling ends even
+            where the limit lies inside.
         most: Rounds after which it ends whatever the width.
 
     Raises:
@@ -135,7 +138,7 @@ def judge_stored(stored: Samples, measured: Samples, limits: Limits) -> Verdict:
 def decide(
     sample: Callable[[int], Samples], limits: Limits, *, least: int = 25, confirm: bool = True
 ) -> tuple[Verdict, Verdict | None]:
-    """Sample until the interval is narrow, and once more from the start where that is an alarm.
+    """Sample until the interval is on one side of the limit, and once more after an alarm.
 
     Args:
         sample: Gives the times of so many rounds, of the base and of what is judged; it is called
@@ -147,14 +150,17 @@ def decide(
     Returns:
         The verdict that counts, and the first one where there were two.
     """
-    first = _until_narrow(sample, limits, least)
+    first = _until_decided(sample, limits, least)
     if not first.slower or not confirm:
         return first, None
     sample(0)
-    return _until_narrow(sample, limits, least), first
+    return _until_decided(sample, limits, least), first
 
 
-def _until_narrow(sample: Callable[[int], Samples], limits: Limits, least: int) -> Verdict:
+def _until_decided(sample: Callable[[int], Samples], limits: Limits, least: int) -> Verdict:
+    # Each look may be wrong, so all of them share what the level leaves (Bonferroni).
+    looks = 1 + max(0, math.ceil(math.log2(limits.most / least)))
+    one_look = replace(limits, level=1 - (1 - limits.level) / looks)
     base: list[float] = []
     new: list[float] = []
     while True:
@@ -163,9 +169,11 @@ def _until_narrow(sample: Callable[[int], Samples], limits: Limits, least: int) 
         a, b = sample(wanted)
         base += a
         new += b
-        verdict = judge(base, new, limits)
+        verdict = judge(base, new, one_look)
+        decided = not verdict.low <= limits.ratio <= verdict.high
         # Fewer rounds than asked for: there is no time for more.
-        if len(a) < wanted or len(base) >= limits.most or verdict.width <= limits.width:
+        out_of_time = len(a) < wanted or len(base) >= limits.most
+        if decided or out_of_time or verdict.width <= limits.width:
             return verdict
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +12,15 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from .clock import Contender, time_side_by_side, turns
+from .clock import LEAST_ROUNDS, Contender, time_side_by_side
 from .gate import Samples
 
 Call = Callable[[], Any]
 
-_CHUNK_S, _CHUNKS, _MOST_CALLS = 3e-3, 3, 2000
+_CHUNK_S, _SLOT_S, _CHUNKS, _MOST_CALLS = 3e-3, 1e-4, 5, 2000
 _MIN_MS, _WARM_S = 2.0, 0.05
+# As `time_side_by_side` has: processes that get a tenth of a processor come to an end too.
+_BUDGET_S = 30.0
 
 
 def slowed(calls: Sequence[Call], part: float) -> tuple[list[Call], list[Call]]:
@@ -61,9 +65,11 @@ def paired(base: Sequence[Call], new: Sequence[Call], rounds: int, device: torch
     Args:
         base: Calls that a sample of the base goes through.
         new: As many of what is judged.
-        rounds: Samples of each.
+        rounds: Samples of each; fewer come where they take over 30 seconds.
         device: Where calls run. On a CPU the time of the processor counts, not that of the clock
-            on the wall, and torch is held to one thread: what else runs there matters less.
+            on the wall, and torch is held to one thread: what else runs there matters less. A
+            round is then the sum of the least times of its calls; what happens now and then, such
+            as a collection of garbage, is not in it.
 
     Raises:
         ArgumentError: Lists of two lengths.
@@ -103,30 +109,47 @@ def _on_cpu(base: Sequence[Call], new: Sequence[Call], rounds: int) -> Samples:
     for way in ways:
         for call in way[: len(set(way))]:
             call()
-    passes = _passes(base)
+    once_us = _once_us(base)
+    slots = [_slots(way, once_us) for way in ways]
+    order, each_us = random.Random(0), 1 / sum(len(slot) for slot in slots[0])
     samples: tuple[list[float], list[float]] = ([], [])
+    end = time.monotonic() + _BUDGET_S
     for number in range(rounds):
-        # The least of some chunks: what interrupts a program only makes it slower.
-        chunks: list[list[float]] = [[], []]
-        for chunk in range(_CHUNKS):
-            for index in turns(len(ways), number + chunk):
-                chunks[index].append(_call_us(ways[index], passes))
-        for index, found in enumerate(chunks):
-            samples[index].append(min(found))
+        if number >= LEAST_ROUNDS and time.monotonic() > end:
+            break
+        # What interrupts a program only makes it slower, and seldom the same slot each time.
+        least = [[math.inf] * len(slots[0]) for _ in ways]
+        for _ in range(_CHUNKS):
+            for place, pair in enumerate(zip(*slots, strict=True)):
+                for index in order.choice(((0, 1), (1, 0))):
+                    least[index][place] = min(least[index][place], _slot_us(pair[index]))
+        for sample, found in zip(samples, least, strict=True):
+            sample.append(sum(found) * each_us)
     return samples
 
 
-def _passes(calls: Sequence[Call]) -> int:
-    once_us = min(_call_us(calls, 1) for _ in range(3)) * len(calls)
-    return max(1, min(_MOST_CALLS, int(1e6 * _CHUNK_S / max(once_us, 1.0))))
+def _once_us(calls: Sequence[Call]) -> float:
+    """Time of one call."""
+    return min(_slot_us(calls) for _ in range(3)) / len(calls)
 
 
-def _call_us(calls: Sequence[Call], passes: int) -> float:
+def _slots(calls: Sequence[Call], once_us: float) -> list[list[Call]]:
+    """Pieces of a pass, or of some passes, each as short as the clock reads well.
+
+    The other way's piece is next: a machine changes its speed for some milliseconds at a time, as
+    others come and go on the core beside or push data out of caches, and both see the same.
+    """
+    whole = max(1, min(_MOST_CALLS, int(1e6 * _CHUNK_S / max(once_us * len(calls), 1.0))))
+    every = list(calls) * whole
+    count = max(1, math.ceil(1e6 * _SLOT_S / max(once_us, 1.0)))
+    return [every[start : start + count] for start in range(0, len(every), count)]
+
+
+def _slot_us(calls: Sequence[Call]) -> float:
     started = time.process_time_ns()
-    for _ in range(passes):
-        for call in calls:
-            call()
-    return max(1, time.process_time_ns() - started) / 1e3 / passes / len(calls)
+    for call in calls:
+        call()
+    return max(1, time.process_time_ns() - started) / 1e3
 
 
 @contextmanager
