@@ -5,10 +5,11 @@
 Graphs: y = A @ x, its gradient of x (A.T @ y') and that of the values (sddmm_csr), over power-law
 graphs. Rivals are cuSPARSE through torch.sparse, and torch_geometric's SimpleConv over edge_index,
 which gathers and scatters; the transposed matrix of cuSPARSE is built ahead, as ours is. Weights:
-few tokens by an unstructured weight, against cuSPARSE and the dense product. Ours is checked first,
-for graphs in some rows, the longest among them. Weights are rotated through more than the L2 cache;
-a graph is larger than that. Appends one JSON row a case, job and contender. `tbps` counts the bytes
-that entries gather, which L2 serves in part.
+1 to 512 tokens by an unstructured weight, against cuSPARSE and the dense product; with `--tiles`
+also by every tile of wgmma that is predicted to take at most twice as long as the best, and by
+those of mma.sync. Ours is checked first, for graphs in some rows, the longest among them. Weights
+are rotated through more than the L2 cache; a graph is larger than that. Appends one JSON row a
+case, job and contender. `tbps` counts the bytes that entries gather, which L2 serves in part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from hopsparse.measure.clock import Contender, copies_to_defeat_l2, gpu, time_si
 from hopsparse.measure.error import product_bound
 from hopsparse.ops import Case, csr_matmul, sddmm_csr, spmm_csr
 from hopsparse.ops.spmm_csr import dispatch, plan, plan_matmul
-from hopsparse.ops.spmm_csr.cases import DECODE, GRAPHS, Graph, power_law
+from hopsparse.ops.spmm_csr.cases import DECODE, GRAPHS, WIDE, Graph, power_law
+from hopsparse.ops.spmm_csr.device import multiply_tiles
+from hopsparse.ops.spmm_csr.packed import Packed
+from hopsparse.ops.spmm_csr.wide import CANDIDATES
+from hopsparse.ops.spmm_csr.wide_cost import predict
+from hopsparse.ops.spmm_csr.wide_device import multiply_wide
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CHECKED_ROWS = 32
@@ -44,9 +50,9 @@ def main() -> None:
             for dtype in options.dtypes.split(","):
                 for row in of_graph(graph, features, dtype, options.rounds):
                     report(options.out, row | facts)
-    for case in DECODE:
+    for case in (*DECODE, *WIDE):
         if options.only in case.name:
-            for row in of_weight(case, options.rounds):
+            for row in of_weight(case, options.rounds, tiles=options.tiles):
                 report(options.out, row | facts)
 
 
@@ -101,8 +107,8 @@ def of_graph(graph: Graph, features: int, dtype: str, rounds: int) -> Iterator[r
             }
 
 
-def of_weight(case: Case, rounds: int) -> Iterator[record.Row]:
-    """Rows of a weight with few tokens, in bfloat16."""
+def of_weight(case: Case, rounds: int, *, tiles: bool) -> Iterator[record.Row]:
+    """Rows of an unstructured weight, in bfloat16."""
     sparsity = float(case.pattern.partition(":")[2])
     copies = copies_to_defeat_l2(
         int(case.out * case.k * (1 - sparsity) * 6),
@@ -125,6 +131,9 @@ def of_weight(case: Case, rounds: int) -> Iterator[record.Row]:
         Contender("cusparse", [lambda w=w: w @ x.T for w in theirs]),  # type: ignore[misc]
         Contender("dense", [lambda w=w: F.linear(x, w) for w in dense]),  # type: ignore[misc]
     ]
+    predicted: dict[str, float] = {}
+    if tiles:
+        contenders += by_tiles(case, stored, x, bound, want, predicted)
     entries = sum(each.values.numel() for each in stored) // copies
     for timing in time_side_by_side(contenders, rounds=rounds):
         yield {
@@ -137,8 +146,41 @@ def of_weight(case: Case, rounds: int) -> Iterator[record.Row]:
             "job": "weight",
             "contender": timing.name,
             "plan": plan(stored[0], x).why if timing.name == "hopsparse" else None,
+            "predicted_us": predicted.get(timing.name),
             **result(timing, entries * (2 * case.tokens + 6)),
         }
+
+
+def by_tiles(
+    case: Case,
+    stored: list[CSR],
+    x: Tensor,
+    bound: Tensor,
+    want: Tensor,
+    predicted: dict[str, float],
+) -> list[Contender]:
+    """A contender for each promising tile, checked, whose prediction is put into `predicted`."""
+    packed = [dispatch.packed_of(w.indptr, w.indices, w.values, case.k) for w in stored]
+    ways: dict[str, Callable[[Packed], Tensor]] = {}
+    sm_count = torch.cuda.get_device_properties().multi_processor_count
+    if case.tokens <= 64:
+        ways["mma.sync"] = lambda w: multiply_tiles(w, x, None)
+    if case.tokens > dispatch.TILE_TOKENS:
+        shape, nbytes = (case.out, case.k), packed[0].nbytes  # type: ignore[union-attr]
+        each = [predict(config, shape, case.tokens, nbytes, sm_count) for config in CANDIDATES]
+        least = min(found.us for found in each)
+        for found in each:
+            if found.us <= 2 * least:
+                name = f"wide {found.config.name}"
+                predicted[name] = found.us
+                ways[name] = lambda w, config=found.config: multiply_wide(w, x, None, config)  # type: ignore[misc]
+    for name, run in ways.items():
+        if not ((run(packed[0])[:, :512].double() - want).abs() <= bound).all():  # type: ignore[arg-type]
+            raise SystemExit(f"{case.name} by {name} is wrong")
+    return [
+        Contender(name, [lambda w=w, run=run: run(w) for w in packed])  # type: ignore[misc]
+        for name, run in ways.items()
+    ]
 
 
 def result(timing: Any, gathered: int) -> record.Row:
@@ -194,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("spmm_csr.jsonl"))
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of graphs, comma-separated")
     parser.add_argument("--only", default="", help="part of the name of a case")
+    parser.add_argument("--tiles", action="store_true", help="of weights, every promising tile")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     for word in options.dtypes.split(","):

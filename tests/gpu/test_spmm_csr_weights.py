@@ -47,8 +47,9 @@ def test_a_weight(case: Case, tokens: int, dtype: torch.dtype, device: torch.dev
     assert torch.equal(got.cpu().double(), x.double() @ dense.double().T + bias.double())
     dense_part = w.values.numel() / (w.shape[0] * w.shape[1])
     said = plan(w, x.to(device)).why
-    packed = dtype != torch.float32 and tokens <= 64 and dense_part >= dispatch.TILE_DENSITY
-    assert said.startswith("tiles" if packed else "multiply")
+    packed = dtype != torch.float32 and dense_part >= dispatch.TILE_DENSITY
+    kind = "tiles" if tokens <= dispatch.TILE_TOKENS else "wide"
+    assert said.startswith(kind if packed else "multiply")
     assert ("packed once and kept" in said) == packed
 
 
@@ -63,7 +64,8 @@ def test_packed_weights_stay_in_bound(
     for tokens in (1, 16, 33):
         x = torch.randn(tokens, shape[1]).to(dtype)
         got = spmm_csr(w, x.to(device))
-        assert plan(w, x.to(device)).why.startswith("tiles")
+        kind = "tiles" if tokens <= dispatch.TILE_TOKENS else "wide"
+        assert plan(w, x.to(device)).why.startswith(kind)
         bound = product_bound(x, dense, torch.float32, dtype)
         error = (got.cpu().double() - x.double() @ dense.double().T).abs()
         assert (error <= bound).all()

@@ -6,10 +6,6 @@
 static Index gridDim, blockDim;
 // Of clusters, of which these tests have none.
 template <class... Rest>
-void mbarrier_arrive_remote(Rest...) {}
-template <class... Rest>
-void tma_load_multicast(Rest...) {}
-template <class... Rest>
 void store_async_x4(Rest...) {}
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline void prefetch_l1(const void*) {}

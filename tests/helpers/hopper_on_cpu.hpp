@@ -1,4 +1,4 @@
-// What Hopper adds, for one block at a time: mbarriers that count bytes, tensor maps and their
+// What Hopper adds, for one cluster at a time: mbarriers that count bytes, tensor maps and their
 // copies, named barriers, and wgmma that reads its operands where descriptors say.
 //
 // Copies are done at once, after a pause: as early as they can harm who still reads, and late for who
@@ -62,28 +62,38 @@ struct Mbarrier {
     }
   }
 };
+// By its block and its place there, as an address of the cluster.
 inline std::map<u32, Mbarrier> mbarriers;
+inline u32 of_this_block(u32 bar) { return cluster_address(bar, rank_here); }
 
 inline void mbarrier_init(u32 bar, u32 count) {
   std::lock_guard lock(everything);
-  mbarriers[bar] = {count, count, 0, 0};
+  mbarriers[of_this_block(bar)] = {count, count, 0, 0};
 }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_expect(u32 bar, u32 bytes) {
   std::lock_guard lock(everything);
-  Mbarrier& b = mbarriers.at(bar);
+  Mbarrier& b = mbarriers.at(of_this_block(bar));
   b.bytes += bytes;
   --b.pending;
   b.settle();
 }
 inline void mbarrier_arrive(u32 bar) { mbarrier_expect(bar, 0); }
-inline void mbarrier_complete(u32 bar, u32 bytes) {
+// Another block's, by its address of the cluster.
+inline void mbarrier_arrive_remote(u32 bar) {
   std::lock_guard lock(everything);
-  mbarriers.at(bar).bytes -= bytes;
+  --mbarriers.at(bar).pending;
   mbarriers.at(bar).settle();
 }
+inline void mbarrier_complete(u32 bar, u32 bytes, u32 rank = rank_here) {
+  std::lock_guard lock(everything);
+  Mbarrier& b = mbarriers.at(cluster_address(bar, rank));
+  b.bytes -= bytes;
+  b.settle();
+}
 inline void mbarrier_wait(u32 bar, u32 parity) {
-  wait_until("mbarrier at", bar, [=] { return mbarriers.at(bar).phase != parity; });
+  const u32 key = of_this_block(bar);
+  wait_until("mbarrier at", bar, [=] { return mbarriers.at(key).phase != parity; });
 }
 inline void async_proxy_fence() {}
 
@@ -92,14 +102,16 @@ inline void async_proxy_fence() {}
 struct Named {
   u32 arrived = 0, generation = 0;
 };
-inline Named named[16];
+inline Named named[8 * 16];  // of each block of a cluster
+inline Named& named_here(u32 id) { return named[rank_here * 16 + id]; }
 
 // The generation that ends when all have arrived.
 inline u32 arrive_at(u32 id, u32 threads) {
   std::lock_guard lock(everything);
-  const u32 mine = named[id].generation;
-  if (++named[id].arrived == threads) {
-    named[id] = {0, mine + 1};
+  Named& here = named_here(id);
+  const u32 mine = here.generation;
+  if (++here.arrived == threads) {
+    here = {0, mine + 1};
     changed.notify_all();
   }
   return mine;
@@ -107,7 +119,8 @@ inline u32 arrive_at(u32 id, u32 threads) {
 template <int Threads>
 void named_barrier(u32 id) {
   const u32 mine = arrive_at(id, Threads);
-  wait_until("named barrier", id, [=] { return named[id].generation != mine; });
+  const Named& here = named_here(id);
+  wait_until("named barrier", id, [&, mine] { return here.generation != mine; });
 }
 constexpr u32 kFirstTurnBarrier = 3;
 inline void wait_for_turn(u32 wg) { named_barrier<256>(kFirstTurnBarrier + wg); }
@@ -135,6 +148,14 @@ inline void store_shared_x4(u32 address, uint4 words) {
   std::memcpy(shared_memory() + address, &words, 16);
 }
 
+inline uint4 load_cluster_x4(u32 address) {
+  if (address % 16) fail("a load of 16 bytes at", address);
+  uint4 words;
+  const u8* block = cluster_here->blocks[address >> 28]->bytes();
+  std::memcpy(&words, block + (address & 0xFFFFFFF), 16);
+  return words;
+}
+
 // Where 128-byte swizzle puts a byte: bits 4 to 6 are those of the row of 128 bytes, exclusive or.
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
@@ -147,7 +168,8 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128);
 
-inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4]) {
+inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4],
+                     u32 rank = rank_here) {
   std::this_thread::sleep_for(std::chrono::microseconds(dst * 2654435761u >> 22));
   u64 count = 1;
   const u64 bytes = map.bytes ? map.bytes : 2;
@@ -164,9 +186,10 @@ inline void copy_box(u32 dst, const TensorMap& map, u32 bar, const int (&at)[4])
     u64 value = 0;
     if (inside) std::memcpy(&value, reinterpret_cast<const void*>(from), bytes);
     const u32 to = dst + bytes * n;
-    std::memcpy(shared_memory() + (map.plain ? to : swizzled(to)), &value, bytes);
+    u8* memory = cluster_here->blocks[rank]->bytes();
+    std::memcpy(memory + (map.plain ? to : swizzled(to)), &value, bytes);
   }
-  mbarrier_complete(bar, bytes * count);
+  mbarrier_complete(bar, bytes * count, rank);
 }
 inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1) {
   copy_box(dst, map, bar, {c0, c1, 0, 0});
@@ -176,6 +199,22 @@ inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int
 }
 inline void tma_load(u32 dst, const TensorMap& map, u32 bar, int c0, int c1, int c2, int c3) {
   copy_box(dst, map, bar, {c0, c1, c2, c3});
+}
+
+inline void tma_load_multicast(u32 dst, const TensorMap& map, u32 bar, u16 mask, int c0, int c1,
+                               int c2 = 0) {
+  for (u32 rank = 0; rank < 8; ++rank) {
+    if (mask >> rank & 1) copy_box(dst, map, bar, {c0, c1, c2, 0}, rank);
+  }
+}
+
+// Bytes that lie side by side, from 16 on to 16 on.
+inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
+  if (dst % 16 || bytes % 16 || bytes == 0) fail("a bulk copy to", dst);
+  if (reinterpret_cast<u64>(src) % 16) fail("a bulk copy from off 16 bytes to", dst);
+  std::this_thread::sleep_for(std::chrono::microseconds(dst * 2654435761u >> 22));
+  std::memcpy(shared_memory() + dst, src, bytes);
+  mbarrier_complete(bar, bytes);
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------

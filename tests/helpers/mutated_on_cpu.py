@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from hopsparse.formats import BSR
+from hopsparse.formats import BSR, CSR
 from hopsparse.ops.attend_prefill import plan
 from hopsparse.ops.spmm_bsr.fragments import fragments_of
 from hopsparse.ops.spmm_bsr.fragments_kernel import FragmentConfig
-from tests.helpers import decode_on_cpu, fragments_on_cpu, prefill_on_cpu
+from hopsparse.ops.spmm_csr.packed import pack
+from hopsparse.ops.spmm_csr.wide import Config
+from tests.helpers import decode_on_cpu, fragments_on_cpu, prefill_on_cpu, wide_on_cpu
 from tests.helpers.attention import Shape, assert_attention, paged, tokens_of
 from tests.helpers.blocks import blocked
 from tests.helpers.mutations import Mutation, copy_of_kernels
@@ -57,10 +59,21 @@ def fragments(package: Path, folder: Path) -> None:
     assert torch.equal(y, (x.double() @ dense.double().T).relu().bfloat16())
 
 
+def wide(package: Path, folder: Path) -> None:
+    wide_on_cpu.FOLDER, wide_on_cpu.SOURCES = package / "ops/spmm_csr", package
+    dense = torch.randint(-2, 3, (200, 640)).bfloat16() * (torch.rand(200, 640) < 0.25)
+    w, x = CSR.from_dense(dense), torch.randint(-2, 3, (40, 640)).bfloat16()
+    packed = pack(w.indptr, w.indices, w.values, 640)
+    assert packed is not None
+    run = wide_on_cpu.compiled(folder, Config(16, 1, 2, 2))
+    assert torch.equal(run(packed, x, None), (x.float() @ dense.float().T).bfloat16())
+
+
 RUNS: dict[str, Callable[[Path, Path], None]] = {
     "ops/attend_prefill": prefill,
     "ops/attend_decode": decode,
     "ops/spmm_bsr": fragments,
+    "ops/spmm_csr": wide,
 }
 
 

@@ -58,6 +58,9 @@ def copy_of_kernels(folder: Path) -> Path:
 
 _NM, _BSR = "ops/spmm_nm/", "ops/spmm_bsr/"
 _PREFILL, _DECODE = "ops/attend_prefill/", "ops/attend_decode/"
+_WIDE = "ops/spmm_csr/wide.cuh"
+_WRITE = "  write_sums<C>(d, smem, way, panel);\n"
+_SYNC = "  if constexpr (C::kParts > 1) {\n    cluster_sync();\n"
 _EMPTY = "mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);\n"
 # Where threads waited for each other they still come late.
 _PAUSE = "  delay(__LINE__);\n"
@@ -198,6 +201,24 @@ CAUGHT = (
         "ops/spmm_csr/tiles.cuh",
         "    wait_for_copies<kAhead - 1>();\n",
         *("", "spmm_csr", "three-tokens"),
+    ),
+    Mutation(
+        "spmm_csr unpacks a unit that is not there",
+        *(_WIDE, "      if (next < args.steps) warp.wait(ring);\n", ""),
+        *("spmm_csr", "tile-128x256_w1_p1_c2"),
+    ),
+    Mutation(
+        "spmm_csr fills a stage that is not empty",
+        _WIDE,
+        "      mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);\n",
+        *("", "spmm_csr", "tile-128x256_w1_p1_c2"),
+    ),
+    Mutation(
+        "spmm_csr adds parts that are not there",
+        _WIDE,
+        _WRITE + _SYNC,
+        _SYNC + _PAUSE + _WRITE,
+        *("spmm_csr", "tile-128x64_w2_p4_c1"),
     ),
 )
 

@@ -16,6 +16,7 @@ from tests.helpers.mutated import checks_for
 from tests.helpers.mutations import CAUGHT, PACKAGE, Mutation
 
 _PREFILL, _DECODE = "ops/attend_prefill/", "ops/attend_decode/"
+_WIDE = "ops/spmm_csr/wide.cuh"
 _ON_CPU = {
     "values are overwritten while they are read": (
         _PREFILL + "producer.cuh",
@@ -32,6 +33,18 @@ _ON_CPU = {
     "copies are read while they are under way": (
         _DECODE + "kernel.cuh",
         "    wait_copies<C::kStages - 1>();\n",
+    ),
+    "a unit is unpacked into registers that are read": (
+        _WIDE,
+        "      wgmma_wait<1>();  // the unit before this one is read, its registers are free\n",
+    ),
+    "a unit is unpacked before it is there": (
+        _WIDE,
+        "      if (next < args.steps) warp.wait(ring);\n",
+    ),
+    "tokens and units are overwritten while they are read": (
+        _WIDE,
+        "      mbarrier_wait(smem + Smem<C>::kEmptyAt + ring.stage * 8, ring.parity);\n",
     ),
     "parts are merged before they have come": (
         _DECODE + "kernel.cuh",

@@ -110,8 +110,8 @@ def test_what_cannot_be_packed_is_asked_for_once(monkeypatch: pytest.MonkeyPatch
 
 def test_what_suits_tensor_cores() -> None:
     half, shape = torch.float16, (100, 100)
-    assert dispatch.suits_tiles(2000, shape, 64, half)
-    assert not dispatch.suits_tiles(2000, shape, 65, half)
+    assert dispatch.suits_tiles(2000, shape, 512, half)
+    assert not dispatch.suits_tiles(2000, shape, 513, half)
     assert not dispatch.suits_tiles(2000, shape, 1, torch.float32)
     assert not dispatch.suits_tiles(100, shape, 1, half)
 

@@ -12,7 +12,7 @@ _TYPES = {"bf16": "f32.bf16.bf16", "f16": "f32.f16.f16"}
 _STEPS = 4  # instructions of 16 columns in 128 bytes of a row
 
 
-def dense_product(kind: str, n: int, panels: int = 1) -> str:
+def dense_product(kind: str, n: int, panels: int = 1, *, registers: bool = False) -> str:
     """Members that multiply 64 x n panels in steps of 64 columns, with sums of their own.
 
     `Number`, `declare()`, `zero<Panel>()` and `read<Panel>(d)` are as `sparse_product` has them.
@@ -23,6 +23,7 @@ def dense_product(kind: str, n: int, panels: int = 1) -> str:
         kind: `bf16` or `f16`, of both operands.
         n: Columns, 8 to 256.
         panels: Sets of sums.
+        registers: Whether a is registers of this thread, four for each instruction.
 
     Raises:
         ArgumentError: There is no such instruction.
@@ -40,11 +41,13 @@ def dense_product(kind: str, n: int, panels: int = 1) -> str:
             hint=f"n = {min(256, max(8, -(-n // 8) * 8))}",
         )
     each = range(panels)
+    a = f"const u32 (&a)[{_STEPS}][4]" if registers else f"const u64 (&a)[{_STEPS}]"
+    text = _multiply_registers if registers else _multiply
     bodies = [
         ("zero()", [zero_sums("bf16", n, panel) for panel in each]),
         (
-            f"multiply(const u64 (&a)[{_STEPS}], const u64 (&b)[{_STEPS}])",
-            [_multiply(kind, n, panel) for panel in each],
+            f"multiply({a}, const u64 (&b)[{_STEPS}])",
+            [text(kind, n, panel) for panel in each],
         ),
         (f"read(float (&d)[{n // 2}])", [read_sums("bf16", n, panel) for panel in each]),
     ]
@@ -58,16 +61,36 @@ def dense_product(kind: str, n: int, panels: int = 1) -> str:
 
 
 def _multiply(kind: str, n: int, panel: int) -> str:
-    instructions = "\n".join(
-        f'''          "wgmma.mma_async.sync.aligned.m64n{n}k16.{_TYPES[kind]} {{"
-{quoted(names_of(n, panel), ", ")}
-          "}}, %{step}, %{_STEPS + step}, add, 1, 1, 0, 0;\\n"'''
-        for step in range(_STEPS)
+    instructions = [
+        _instruction(kind, n, panel, f"%{step}, %{_STEPS + step}", "0, 0") for step in range(_STEPS)
+    ]
+    return _adding(
+        instructions, [f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS)]
     )
-    operands = ", ".join(f'"l"({side}[{step}])' for side in "ab" for step in range(_STEPS))
+
+
+def _multiply_registers(kind: str, n: int, panel: int) -> str:
+    instructions, operands = [], []
+    for step in range(_STEPS):
+        a = ", ".join(f"%{4 * step + i}" for i in range(4))
+        # A in registers is not transposed: there is no word for it.
+        instructions.append(_instruction(kind, n, panel, f"{{{a}}}, %{4 * _STEPS + step}", "0"))
+        operands += [f'"r"(a[{step}][{i}])' for i in range(4)]
+    return _adding(instructions, [*operands, *(f'"l"(b[{step}])' for step in range(_STEPS))])
+
+
+def _instruction(kind: str, n: int, panel: int, operands: str, tail: str) -> str:
+    return f'''          "wgmma.mma_async.sync.aligned.m64n{n}k16.{_TYPES[kind]} {{"
+{quoted(names_of(n, panel), ", ")}
+          "}}, {operands}, add, 1, 1, {tail};\\n"'''
+
+
+def _adding(instructions: list[str], operands: list[str]) -> str:
+    """A statement of instructions that add to the sums there are."""
+    text = "\n".join(instructions)
     return f"""      asm volatile(
           "{{.reg .pred add;\\n"
           "setp.ne.b32 add, 1, 0;\\n"
-{instructions}
-          "}}" ::{operands} : "memory");
+{text}
+          "}}" ::{", ".join(operands)} : "memory");
 """

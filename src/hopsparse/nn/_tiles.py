@@ -12,6 +12,7 @@ from ..formats import BSR, CSR
 from ..ops._call import apply_activation, is_plain, is_transformed
 from ..ops._product import check_weight
 from ..ops.spmm_csr import dispatch, layers
+from ..ops.spmm_csr.ahead import prepare as prepare_csr
 from ..ops.spmm_csr.packed import Packed
 from ._blocks import product_of_blocks
 from ._kept import MadeOf, made_of, still_there
@@ -67,6 +68,8 @@ def product_of_tiles(
 def prepare_tiles(layer: nn.Module, tokens: int) -> bool:
     """Pack the weight ahead of calls without a gradient; whether none of them decodes.
 
+    A layer that keeps no decoded weight runs `spmm_csr`, and is made ready for that.
+
     Args:
         layer: As for `product_of_tiles`.
         tokens: Most rows of x.
@@ -77,7 +80,9 @@ def prepare_tiles(layer: nn.Module, tokens: int) -> bool:
     """
     matrix = cast(CSR, layer.matrix)
     row = torch.empty(1, dtype=matrix.dtype, device=matrix.device).expand(1, matrix.shape[1])
-    if not layer.keep_decoded or not layers.suits(matrix.shape, row):
+    if not layer.keep_decoded:
+        return prepare_csr(matrix, tokens)
+    if not layers.suits(matrix.shape, row):
         return False
     found = _tiled(layer, row)
     return found is not None and found.packed is not None and tokens <= layers.MOST_TOKENS

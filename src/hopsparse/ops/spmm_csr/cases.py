@@ -64,6 +64,18 @@ DECODE = tuple(
     for tokens in (1, 16, 64, 256)
 )
 
+#: More of them, which wgmma multiplies; not measured yet.
+WIDE = (
+    *(
+        Case(f"16384x4096-{sparsity}-{tokens}", tokens, 16384, 4096, f"unstructured:{sparsity}")
+        for sparsity in (0.5, 0.8)
+        for tokens in (128, 512)
+    ),
+    Case("16384x4096-0.5-256", 256, 16384, 4096, "unstructured:0.5"),
+    Case("4096x4096-0.8-256", 256, 4096, 4096, "unstructured:0.8"),
+    Case("14336x4096-0.8-256", 256, 14336, 4096, "unstructured:0.8"),
+)
+
 
 def power_law(
     nodes: int, edges: int, *, device: torch.device | str = "cpu"

@@ -1,4 +1,4 @@
-"""What is verified of csr_matmul, sddmm_csr and spmm_csr: formats, hard rows, few tokens."""
+"""What is verified of csr_matmul, sddmm_csr and spmm_csr: formats, hard rows, every wide tile."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ...verify.products import bounded_trial, exact_trial
 from .._product import Case
 from .cases import EDGE, SMOKE, power_law
 from .op import csr_matmul, sddmm_csr, spmm_csr
+from .packed import Packed, pack
+from .wide import CANDIDATES, Config
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Entries of each row, and columns: nothing, ends without any, rows that several warps share.
@@ -34,6 +36,10 @@ _ROWS: dict[str, tuple[list[int], int]] = {
 # Every team of threads, whole and in part: 16 bytes are 4 or 8 features.
 _FEATURES = (1, 3, 8, 20, 47, 64, 256, 640)
 _TORCH = (torch.int32, torch.int64)
+# tokens, out, k of every tile: ragged on all sides; long rows; rows of y that are no whole words.
+_WIDE = ((130, 520, 656), (300, 200, 4160), (70, 71, 2064))
+# The quick set of a GPU: the most tokens, which two blocks share; parts of k with two ways.
+_FIRST_TILES = (Config(256, 1, 1, 2), Config(64, 2, 4))
 
 
 def checks() -> Iterator[Check]:
@@ -63,6 +69,13 @@ def checks() -> Iterator[Check]:
             kernel = case.tokens > 0
             first = case.name in ("smoke", "three-tokens")
             yield Check("spmm_csr", case.name, name, "csr", trials, kernel, quick, first=first)
+    for config in CANDIDATES:
+        for dtype in _DTYPES[1:]:
+            name = str(dtype).removeprefix("torch.")
+            first = dtype == torch.bfloat16 and config in _FIRST_TILES
+            trials = partial(_wide_tile, config, dtype)
+            tile = f"tile-{config.name}"
+            yield Check("spmm_csr", tile, name, "csr", trials, only_gpu=True, first=first)
 
 
 def _has_work(rows: str) -> bool:
@@ -136,10 +149,38 @@ def _weight(case: Case, dtype: torch.dtype, device: torch.device) -> Iterator[Tr
     """As many tokens as the case has, and a few more counts where tiles end."""
     dense = dense_weight((case.out, case.k), parse_pattern(case.pattern), dtype, 1).to(device)
     run: Callable[..., Tensor] = partial(spmm_csr, CSR.from_dense(dense))
-    for tokens in (case.tokens,) if not case.tokens else (case.tokens, 8, 31, 65):
+    for tokens in (case.tokens,) if not case.tokens else (case.tokens, 8, 31, 65, 260):
         x = small_integers((tokens, case.k), dtype, 1).to(device)
         bias = small_integers((case.out,), dtype, 4).to(device)
         yield exact_trial(run, x, dense, bias)
     x = torch.randn(max(1, case.tokens), case.k).to(device, dtype)
     if case.tokens:
         yield bounded_trial(run, x, dense)
+
+
+def _wide_tile(config: Config, dtype: torch.dtype, device: torch.device) -> Iterator[Trial]:
+    """More items than one, more steps than a ring has stages; units without values, and full."""
+    from .wide_device import multiply_wide
+
+    for tokens, out, k in _WIDE:
+        dense = dense_weight((out, k), parse_pattern("unstructured:0.8"), dtype, 1)
+        dense[:, 64:192] = 0
+        dense[:64, 256:320] = 1
+        w = CSR.from_dense(dense.to(device))
+        packed = pack(w.indptr, w.indices, w.values, k)
+        assert packed is not None  # of a dense matrix no entry repeats
+        x = small_integers((tokens, k), dtype, 1).to(device)
+        bias = small_integers((out,), dtype, 4).to(device)
+        run = partial(_by_tile, multiply_wide, packed, config)
+        yield exact_trial(run, x, dense.to(device), bias)
+        yield bounded_trial(run, torch.randn(tokens, k).to(device, dtype), dense.to(device))
+
+
+def _by_tile(
+    multiply: Callable[..., Tensor],
+    w: Packed,
+    config: Config,
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return multiply(w, x, bias, config)

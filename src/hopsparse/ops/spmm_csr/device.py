@@ -172,18 +172,19 @@ def multiply_tiles(w: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def load_tiles(values: Tensor, token_tiles: Sequence[int]) -> None:
-    """Compile and load the kernels of `multiply_tiles` whose units have the smallest room.
+def load_tiles(values: Tensor, token_tiles: Sequence[int], room: int = tiles.ROOMS[0]) -> None:
+    """Compile and load the kernels of `multiply_tiles`.
 
     Args:
         values: Of a weight on a Hopper GPU.
         token_tiles: Blocks of eight tokens, of each kernel.
+        room: Of its units.
 
     Raises:
         CompileError, UnsupportedError: As for `multiply`.
     """
     for count in token_tiles:
-        spec = tiles.tile_spec(NAMES[values.dtype], count, tiles.ROOMS[0])
+        spec = tiles.tile_spec(NAMES[values.dtype], count, room)
         _loaded(spec, values.get_device())
 
 

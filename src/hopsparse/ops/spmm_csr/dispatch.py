@@ -23,11 +23,12 @@ from . import reference
 from .packed import Packed, pack
 from .pattern import ByMemory, Pattern, Patterns
 
-#: Most tokens that run in tiles, and the least density of a weight: below, its few entries may
-#: gather faster than all its bits are counted. Estimated: on an H200 tiles take 23 us for a token
-#: and 66 for 64 at a density of 0.1, and less below; at 0.05 calls of which some gathered took 44
-#: and 85 (docs/ops/spmm_csr.md). Gathers take 0.6 times as long at half the entries.
-TILE_TOKENS, TILE_DENSITY = 64, 0.03
+#: Most tokens that mma.sync multiplies in tiles, most that wgmma does (wide.cuh), and the least
+#: density of a weight for either: below, its few entries may gather faster than all its bits are
+#: counted. Estimated: on an H200 tiles take 23 us for a token and 66 for 64 at a density of 0.1,
+#: gathers 876, 520 and 329 us for 256 tokens at 0.2, 0.1 and 0.05 (docs/ops/spmm_csr.md). wide.cuh
+#: is predicted to be faster than tiles that unpack for 32 tokens each. It was not measured yet.
+TILE_TOKENS, WIDE_TOKENS, TILE_DENSITY = 32, 512, 0.03
 TILE_DTYPES = (torch.bfloat16, torch.float16)
 _PATTERNS = Patterns()
 _PACKED = ByMemory["Packed | None"]()
@@ -107,7 +108,7 @@ def _sddmm_csr(indptr: Tensor, indices: Tensor, u: Tensor, x: Tensor) -> Tensor:
 def suits_tiles(entries: int, shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> bool:
     """Whether tensor cores shall multiply so many tokens by a weight, if it may be packed."""
     enough = entries >= TILE_DENSITY * shape[0] * shape[1]
-    return dtype in TILE_DTYPES and tokens <= TILE_TOKENS and enough
+    return dtype in TILE_DTYPES and tokens <= WIDE_TOKENS and enough
 
 
 def may_pack(indptr: Tensor, indices: Tensor, values: Tensor) -> bool:
@@ -173,10 +174,18 @@ def _spmm_csr(
         pattern_of(indptr, indices, k)  # checks the indices
         packed = packed_of(indptr, indices, values, k)
         if packed is not None:
-            from .device import multiply_tiles
-
-            return multiply_tiles(packed, x, bias)
+            return _multiply_packed(packed, x, bias)
     return _csr_matmul(indptr, indices, values, x.T, bias).T.contiguous()
+
+
+def _multiply_packed(packed: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
+    if x.shape[0] <= TILE_TOKENS:
+        from .device import multiply_tiles
+
+        return multiply_tiles(packed, x, bias)
+    from .wide_device import multiply_wide
+
+    return multiply_wide(packed, x, bias)
 
 
 def refuse_in_capture(indices: Tensor) -> None:

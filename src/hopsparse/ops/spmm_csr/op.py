@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ...errors import ArgumentError, FormatError, UnsupportedError
 from ...formats import HYB, SparseMatrix, convert
 from ...formats.csr import CSC, CSR
+from ...launch import device_facts
 from .._call import check_tensors
 from .._product import (
     COMPUTE_DTYPES,
@@ -23,10 +24,12 @@ from .._product import (
     told,
 )
 from . import dispatch, reference
+from .packed import Packed
 
-#: Most tokens for which `spmm_csr` gathers them; beyond, it decodes w for a dense product.
-#: Estimated: 256 tokens take 329 to 876 us on an H200, and decoding was not timed beside it.
-KERNEL_TOKENS = 512
+#: Most tokens for which `spmm_csr` runs a kernel; beyond, it decodes w for a dense product.
+#: Estimated: 256 tokens that gather take 329 to 876 us on an H200, and decoding was not timed
+#: beside it.
+KERNEL_TOKENS = dispatch.WIDE_TOKENS
 
 _TORCH_LAYOUTS = {torch.sparse_csr: CSR, torch.sparse_csc: CSC}
 _DECODED = "w is decoded at every call for PyTorch's product"
@@ -40,7 +43,7 @@ def spmm_csr(w: CSR, x: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Multiply by a compressed-row weight: y = x @ w.T + bias.
 
     Differentiable in x, bias and the kept values; one graph under torch.compile. On a Hopper GPU up
-    to 64 tokens run on tensor cores, where w is of 16 bits and keeps 3 % or more: the first call
+    to 512 tokens run on tensor cores, where w is of 16 bits and keeps 3 % or more: the first call
     packs it, and what it made is kept until a part of w is freed or changed (edits through `.data`
     go unseen), but not of values that require a gradient. Else calls of up to 512 tokens run the
     kernel of `csr_matmul` on x.T; all others decode w at every call. `SparseLinear` decodes once.
@@ -111,10 +114,27 @@ def _token_kernel(w: CSR, tokens: int, x: Tensor) -> str:
     if not suits or (tried and packed is None):
         return f"{_kernel_name(w.indptr, w.indices, x, tokens)}, on x.T"
     dtype = str(x.dtype).removeprefix("torch.")
+    kept = "w is packed at the first call"
+    if packed is not None:
+        kept = f"w is packed once and kept, {packed.nbytes} bytes"
+    if tokens <= dispatch.TILE_TOKENS:
+        name = f"tiles {dtype}, {8 * token_tiles(tokens)} tokens"
+        if packed is not None:
+            name = tile_spec(dtype, token_tiles(tokens), packed.room).name
+        return f"{name}; {kept}"
+    return f"{_wide_kernel(packed, tokens, x, dtype)}; {kept}"
+
+
+def _wide_kernel(packed: Packed | None, tokens: int, x: Tensor, dtype: str) -> str:
+    """The kernel for many tokens, whose tile follows from the packed weight."""
+    from .wide import wide_spec
+    from .wide_cost import choose
+
     if packed is None:
-        return f"tiles {dtype}, {8 * token_tiles(tokens)} tokens; w is packed at the first call"
-    kept = f"w is packed once and kept, {packed.nbytes} bytes"
-    return f"{tile_spec(dtype, token_tiles(tokens), packed.room).name}; {kept}"
+        return f"wide {dtype}, predicted to be faster than gathers"
+    found = choose(packed.shape, tokens, packed.nbytes, device_facts(x.get_device()).sm_count)
+    name = wide_spec(found.config, dtype, packed.room).name
+    return f"{name}, predicted to take {found.us:.0f} us"
 
 
 def csr_matmul(a: SparseMatrix | Tensor, x: Tensor, *, values: Tensor | None = None) -> Tensor:

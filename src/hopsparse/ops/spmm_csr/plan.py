@@ -11,6 +11,7 @@ from typing import Literal
 from ...errors import ArgumentError
 from ...plan.spec import KernelSpec
 from .tiles import tile_specs
+from .wide import wide_specs
 
 THREADS = 128
 #: Threads that add the parts of a cut row: eight for each of 32 features.
@@ -179,6 +180,10 @@ def sass_of(spec: KernelSpec) -> tuple[str, ...]:
         return ("LDG.E", "FADD")
     if spec.name.startswith("tiles"):
         return ("HMMA.16816.F32", "POPC", "LDGSTS.E.BYPASS.128")
+    if spec.name.startswith("arrange"):
+        return ("LDG.E.128", "STG.E.128", "PREEXIT")
+    if spec.name.startswith("wide"):
+        return ("HGMMA", "POPC", "UBLKCP.S.G", "UTMALDG.2D", "ACQBULK")
     # Entries go round by shuffles, and the sums are float32.
     load = "LDG.E.128.CONSTANT" if "16 bytes" in spec.name else "LDG.E"
     return ("SHFL.IDX", "FFMA", load)
@@ -188,7 +193,7 @@ def every_spec() -> list[KernelSpec]:
     """All kernels that a call may run."""
     jobs: tuple[Job, ...] = ("multiply", "sample")
     streams = [spec_for(*each) for each in product(jobs, _TYPES, TEAMS, INDEX_BYTES)]
-    return [*streams, *(combine_spec(dtype) for dtype in _TYPES), *tile_specs()]
+    return [*streams, *(combine_spec(dtype) for dtype in _TYPES), *tile_specs(), *wide_specs()]
 
 
 def blocks_for(team: Team, spans: int) -> int:

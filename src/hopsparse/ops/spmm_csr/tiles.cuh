@@ -12,13 +12,13 @@
 // Bound: bytes of w, 2 a value and 3/16 an entry, kept or not; above 50 % sparsity the instructions
 // of a tile, which are the same for every sparsity.
 
+#include "./unpack.cuh"
 #include "epilogue/value.cuh"
 #include "ptx/base.cuh"
 
 namespace spmm_csr_tiles {
 
-constexpr u32 kPanelRows = 64, kUnitTiles = 16, kStrips = 4, kTileWords = 8;
-constexpr u32 kWordBytes = kUnitTiles * kTileWords * 4, kPrefixBytes = kUnitTiles * kTileWords * 2;
+constexpr u32 kPanelRows = 64, kStrips = 4;
 constexpr u32 kRowPad = 68;  // words from token to token of sums: lanes of a warp in distinct banks
 
 struct Args {
@@ -73,42 +73,6 @@ struct alignas(16) Words {
 struct alignas(8) Prefixes {
   u16 strip[4];
 };
-
-// The eight numbers of a lane in a tile, as registers of the tensor cores: where a bit is set, the
-// next of its values. As text, because the compiler makes three instructions of a step that is one.
-__device__ __forceinline__ void unpack_tile(u32 (&w)[4], u32 values, u32 word, u32 prefix,
-                                            u32 lane) {
-  const u32 shift = lane % 4 * 8;
-  u32 next = values + 2 * (prefix + __popc(word & ((1u << shift) - 1)));
-#define HOPSPARSE_TAKE(entry, bit)             \
-  "and.b32 bit, %5, " bit                      \
-  ";\n"                                        \
-  "setp.ne.u32 is_set" entry                   \
-  ", bit, 0;\n"                                \
-  "mov.u32 value" entry                        \
-  ", 0;\n"                                     \
-  "@is_set" entry " ld.shared.u16 value" entry \
-  ", [%4];\n"                                  \
-  "@is_set" entry " add.u32 %4, %4, 2;\n"
-  asm volatile(
-      "{.reg .pred is_set<8>;\n"
-      ".reg .u32 bit, value<8>;\n"
-      HOPSPARSE_TAKE("0", "1")
-      HOPSPARSE_TAKE("1", "2")
-      HOPSPARSE_TAKE("2", "4")
-      HOPSPARSE_TAKE("3", "8")
-      HOPSPARSE_TAKE("4", "16")
-      HOPSPARSE_TAKE("5", "32")
-      HOPSPARSE_TAKE("6", "64")
-      HOPSPARSE_TAKE("7", "128")
-      "prmt.b32 %0, value0, value1, 0x5410;\n"
-      "prmt.b32 %1, value2, value3, 0x5410;\n"
-      "prmt.b32 %2, value4, value5, 0x5410;\n"
-      "prmt.b32 %3, value6, value7, 0x5410;}"
-      : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]), "+r"(next)
-      : "r"(word >> shift));
-#undef HOPSPARSE_TAKE
-}
 
 template <class C>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const u32 (&w)[4], u64 x) {

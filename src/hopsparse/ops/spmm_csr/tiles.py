@@ -20,7 +20,8 @@ ROOMS = (1024, 2048, 4096)
 #: Blocks of eight tokens that a block has.
 TOKEN_TILES = (1, 2, 4)
 _ROW_PAD = 68
-_TYPES = {"bfloat16": "bf16", "float16": "f16"}
+#: How C++ calls the dtypes.
+TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 class TileArgs(ctypes.Structure):
@@ -71,10 +72,10 @@ def tile_spec(dtype: str, tiles: int, room: int) -> KernelSpec:
         >>> tile_spec("bfloat16", 2, 1024).name
         'tiles bfloat16, 16 tokens, units of up to 1024 values'
     """
-    if dtype not in _TYPES or tiles not in TOKEN_TILES or room not in ROOMS:
+    if dtype not in TYPES or tiles not in TOKEN_TILES or room not in ROOMS:
         raise ArgumentError(
             f"a spmm_csr kernel of tiles for {dtype}, {tiles}, {room}",
-            need=f"one of {', '.join(_TYPES)}; of {TOKEN_TILES}; of {ROOMS}",
+            need=f"one of {', '.join(TYPES)}; of {TOKEN_TILES}; of {ROOMS}",
             hint='tile_spec("bfloat16", 2, 1024)',
         )
     stage = UNIT_WORDS * 6 + room * 2
@@ -85,7 +86,7 @@ def tile_spec(dtype: str, tiles: int, room: int) -> KernelSpec:
         kernel="ops/spmm_csr/tiles.cuh",
         text=f"""
 struct Config {{
-  static constexpr Type kType = Type::{_TYPES[dtype]};
+  static constexpr Type kType = Type::{TYPES[dtype]};
   static constexpr int kTokenTiles = {tiles}, kUnitValues = {room};
   static constexpr int kWarps = {WARPS}, kStages = {STAGES};
 }};
@@ -107,5 +108,5 @@ extern "C" __global__ void __launch_bounds__({32 * WARPS})
 def tile_specs() -> list[KernelSpec]:
     """All of them."""
     return [
-        tile_spec(dtype, tiles, room) for dtype in _TYPES for tiles in TOKEN_TILES for room in ROOMS
+        tile_spec(dtype, tiles, room) for dtype in TYPES for tiles in TOKEN_TILES for room in ROOMS
     ]
