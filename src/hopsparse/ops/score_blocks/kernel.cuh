@@ -14,9 +14,9 @@
 //
 // Bound: bytes of low and high (bound), of sums in float32 (mean), of both (mass). bfloat16, 8
 // heads of 128, blocks of 64, 4.35 TB/s, by bound or mean: 1 x 32K 2.1 MB, 0.5 us; 1 x 128K 8.4 MB,
-// 1.9 us; 8 x 32K 17 MB, 3.9 us; 8 x 128K 67 MB, 15.4 us; twice as much by mass. Four query heads
-// take 23 instructions an entry of low and high by bound, 1.6 us of all SMs at 1 x 128K. Measured
-// on an H200 by bound: 5.3, 9.1, 10.3 and 27.8 us (docs/ops/score_blocks.md).
+// 1.9 us; 8 x 32K 17 MB, 3.9 us; 8 x 128K 67 MB, 15.4 us; twice as much by mass. Measured on
+// an H200 by bound, in float32: 5.3, 9.1, 10.3 and 27.8 us (docs/ops/score_blocks.md). Where
+// queries have the 16 bits of keys the tensor cores multiply (corners.cuh), not measured yet.
 
 #include "./scores.cuh"
 

@@ -179,7 +179,7 @@ def shape_for(kind: str, dtype: str, dim: int, group: int, tensor: bool = False)
         >>> shape_for("bound", "bfloat16", 128, 7, tensor=True)
         Shape(kind='bound', dtype='bfloat16', dim=128, heads=8, tensor=True)
         >>> shape_for("mean", "bfloat16", 128, 7)
-        Shape(kind='mean', dtype='float32', dim=128, heads=4)
+        Shape(kind='mean', dtype='float32', dim=128, heads=4, tensor=False)
         >>> shape_for("bound", "bfloat16", 96, 4) is None
         True
     """
