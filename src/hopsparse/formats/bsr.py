@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import ClassVar, Protocol, Self
@@ -102,16 +102,8 @@ class BSR(SparseMatrix):
 
     def to_dense(self) -> Tensor:
         """Return [rows, cols] in the dtype and on the device of the values."""
-        (height, width), (_, cols) = self.block, self.shape
-        dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        bits, source = bit_view(dense), bit_view(self.values)
-        for rows, where, row in block_pieces(self):
-            count = -(-(rows.stop - rows.start) // height)
-            tiles = bits.new_zeros(count, height, -(-cols // width), width)
-            used = (self.indices[where] >= 0).nonzero()[:, 0]
-            tiles[row[used], :, self.indices[where][used].long()] = source[where][used]
-            bits[rows] = tiles.flatten(2).flatten(0, 1)[: rows.stop - rows.start, :cols]
-        return dense
+        bits = bit_view(self.values)
+        return laid_out(self, self.dtype, lambda where: bits[where])
 
     def validate(self) -> None:
         """Check shapes, dtypes, pointers, bounds, order, alignment and padding.
@@ -213,6 +205,20 @@ def block_pieces(matrix: _Blocks) -> Iterator[tuple[slice, slice, Tensor]]:
         bounds = matrix.indptr[rows.start // height : -(-rows.stop // height) + 1]
         where = slice(int(bounds[0]), int(bounds[-1]))
         yield rows, where, torch.repeat_interleave(bounds.diff())
+
+
+def laid_out(matrix: _Blocks, dtype: torch.dtype, bits_of: Callable[[slice], Tensor]) -> Tensor:
+    """The dense matrix [rows, cols]; `bits_of` gives blocks [blocks, height, width]."""
+    (height, width), (_, cols) = matrix.block, matrix.shape
+    dense = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    bits = bit_view(dense)
+    for rows, where, row in block_pieces(matrix):
+        count, place = -(-(rows.stop - rows.start) // height), matrix.indices[where]
+        tiles = bits.new_zeros(count, height, -(-cols // width), width)
+        used = (place >= 0).nonzero()[:, 0]
+        tiles[row[used], :, place[used].long()] = bits_of(where)[used]
+        bits[rows] = tiles.flatten(2).flatten(0, 1)[: rows.stop - rows.start, :cols]
+    return dense
 
 
 def check_padding(matrix: _Blocks, rows: slice, where: slice, line: Tensor, bits: Tensor) -> None:

@@ -21,7 +21,7 @@ from ._base import (
     row_slices,
 )
 from ._windows import group_masks, window_table
-from .bsr import BSR, block_pieces, check_block, check_padding, held_blocks, kept_blocks
+from .bsr import BSR, block_pieces, check_block, check_padding, held_blocks, kept_blocks, laid_out
 from .nm import full_group_error
 from .pattern import NMPattern
 
@@ -124,15 +124,7 @@ class BSR24(SparseMatrix):
 
     def to_dense(self) -> Tensor:
         """Return [rows, cols] in the dtype and on the device of the values."""
-        (height, width), (_, cols) = self.block, self.shape
-        dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        bits = bit_view(dense)
-        for rows, where, row in block_pieces(self):
-            count = -(-(rows.stop - rows.start) // height)
-            tiles = bits.new_zeros(count, height, -(-cols // width), width)
-            tiles[row, :, self.indices[where].long()] = self._written_out(where)
-            bits[rows] = tiles.flatten(2).flatten(0, 1)[: rows.stop - rows.start, :cols]
-        return dense
+        return laid_out(self, self.dtype, self._written_out)
 
     def validate(self) -> None:
         """Check shapes, dtypes, pointers, bounds, order, nibbles and padding.
